@@ -30,10 +30,10 @@ LARGEST = 3.4028234663852886e38
 REMEDY = "install it with: pip install 'perfsuite[train]'"
 
 
-def known(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def known(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return only the fields that the dataclass has, since a checkpoint of another version may have more."""
     names = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in given.items() if name in names}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def need(holds: bool, name: str, value: object, remedy: str) -> None:
@@ -65,24 +65,24 @@ def read(kinds: Sequence[type[Any]], path: str | Path | None, arguments: Sequenc
     field; for an unknown field it suggests the most similar one.
     """
     fields = {f.name: f for kind in kinds for f in _fields(kind)}
-    given: dict[str, tuple[Any, str]] = {}
+    values: dict[str, tuple[Any, str]] = {}
     if path is not None:
         for name, value in _flat(_document(Path(path)), fields):
             try:
-                given[name] = (_typed(value), str(path))
+                values[name] = (_typed(value), str(path))
             except ValueError as error:
                 raise ConfigurationError(f"{path}: {name} is {value!r}: {error}; name it otherwise") from None
             except RecursionError:  # an alias in its own anchor
                 raise ConfigurationError(f"{path}: {name} contains itself; write its value without an alias") from None
-    given |= {name: (value, f"--{name}") for name, value in _split(arguments, fields)}
-    for name, (value, origin) in given.items():
+    values |= {name: (value, f"--{name}") for name, value in _split(arguments, fields)}
+    for name, (value, origin) in values.items():
         if name not in fields:
             options = _options_of_command() if origin == f"--{name}" else []
             raise ConfigurationError(f"{origin}: no field is called {name!r}{_nearest(name, [*fields, *options])}")
         takes_none = _takes_none(fields[name].type)
         if (value is None and not takes_none) or (value == "" and takes_none):  # the parser would accept it
             raise ConfigurationError(f"{origin}: {name} must be {fields[name].expected()}, got nothing")
-    return tuple(_made(kind, given, fields) for kind in kinds)
+    return tuple(_made(kind, values, fields) for kind in kinds)
 
 
 def as_yaml(instances: Sequence[Any]) -> str:
@@ -91,14 +91,14 @@ def as_yaml(instances: Sequence[Any]) -> str:
 
     merged: dict[str, Any] = {}
     for instance in instances:
-        merged |= _given(instance)
+        merged |= _init_values(instance)
     return str(yaml.safe_dump(merged, sort_keys=False))
 
 
-def _given(instance: Any) -> dict[str, Any]:
+def _init_values(instance: Any) -> dict[str, Any]:
     """Return the fields of `__init__` and their values."""
     values = ((f.name, getattr(instance, f.name)) for f in dataclasses.fields(instance) if f.init)
-    return {name: _given(value) if dataclasses.is_dataclass(value) else plain(value) for name, value in values}
+    return {name: _init_values(value) if dataclasses.is_dataclass(value) else plain(value) for name, value in values}
 
 
 def plain(value: Any) -> Any:
@@ -217,20 +217,20 @@ def _nearest(name: str, fields: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else "; `perfsuite train NAME --show` lists them all"
 
 
-def _made(kind: type[Any], given: Mapping[str, tuple[Any, str]], fields: Mapping[str, Field]) -> Any:
-    own = [f.name for f in _fields(kind) if f.name in given]
+def _made(kind: type[Any], values: Mapping[str, tuple[Any, str]], fields: Mapping[str, Field]) -> Any:
+    own = [f.name for f in _fields(kind) if f.name in values]
     parser = _parser(kind)
     try:
-        parsed = parser.parse_object(_nested({n: given[n][0] for n in own}))
+        parsed = parser.parse_object(_nested({n: values[n][0] for n in own}))
         for name in own:
             if not _is_finite(parsed[f"it.{name}"]):
-                raise ValueError(f"{name} must be finite in float32, got {given[name][0]}")
+                raise ValueError(f"{name} must be finite in float32, got {values[name][0]}")
         return parser.instantiate(parsed)["it"]
     except ConfigurationError:
         raise
     except Exception as error:  # raised by the parser, or by the dataclass itself
         for name in own:  # find the field that caused the error
-            value, origin = given[name]
+            value, origin = values[name]
             try:
                 parser.parse_object(_nested({name: value}), defaults=False)
             except Exception as problem:
@@ -238,7 +238,7 @@ def _made(kind: type[Any], given: Mapping[str, tuple[Any, str]], fields: Mapping
                     where = origin if origin == f"--{name}" else f"{origin}: {name}"
                     raise ConfigurationError(f"{where} must be {fields[name].expected()}, got {value!r}") from None
         named = [n for n in own if re.search(rf"\b{re.escape(n)}\b", str(error))]
-        origins = dict.fromkeys(given[n][1] for n in named or own)
+        origins = dict.fromkeys(values[n][1] for n in named or own)
         where = ", ".join(origins) or kind.__name__
         raise ConfigurationError(f"{where}: {' '.join(str(error).split())}") from None
 

@@ -11,9 +11,9 @@ from suite.runtime import Store, checkpoints
 from suite.runtime.checkpoints import Checkpoint
 
 
-def checkpoint_of(given: str, trainer: str) -> tuple[Path, Checkpoint]:
+def checkpoint_of(name: str, trainer: str) -> tuple[Path, Checkpoint]:
     """Return (path, content) of a checkpoint file, or of the latest one in a folder; PerfsuiteError if none exists."""
-    path = Path(given)
+    path = Path(name)
     if os.path.isdir(path) and Store(path).files():  # Path.is_dir raises for a name that is too long
         return checkpoints.load_latest(Store(path), trainer)
     if os.path.isdir(path) or not os.path.lexists(path):

@@ -124,7 +124,7 @@ class Loaded:
     """Data for a trainer, and a line that describes the source."""
 
     batches: Batches
-    given: int
+    trainer_data: int
     """Size of the vocabulary."""
     summary: str
 
@@ -136,7 +136,9 @@ def load(data: Data) -> Loaded:
         sequences = divided(sequences, data.validation)[0]
         source += f", {data.validation} of them held out"
     return Loaded(
-        batches=Batches(sequences, data.batch_size, data.seed), given=sequences.vocabulary, summary=f"data: {source}"
+        batches=Batches(sequences, data.batch_size, data.seed),
+        trainer_data=sequences.vocabulary,
+        summary=f"data: {source}",
     )
 
 

@@ -116,7 +116,7 @@ def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False
     tokenizers = text.library()
     text.check_vocabulary(recipe.vocabulary)
     searched, recipe = _searched(recipe)
-    given = None if recipe.tokenizer is None else _given(tokenizers, recipe.tokenizer)
+    tokenizer = None if recipe.tokenizer is None else _opened_tokenizer(tokenizers, recipe.tokenizer)
     _refuse(out, overwrite, again, elsewhere)
     try:
         with parts_beside(out) as parts:
@@ -125,15 +125,15 @@ def pack(out: Path, recipe: Recipe, watcher: Watcher, *, overwrite: bool = False
                 {
                     "version": packed_text.VERSION,
                     "texts": found.digests,
-                    "vocabulary": None if given else recipe.vocabulary,
-                    "tokenizer": None if given is None else hashlib.sha256(given.to_str().encode()).hexdigest(),
+                    "vocabulary": None if tokenizer else recipe.vocabulary,
+                    "tokenizer": None if tokenizer is None else hashlib.sha256(tokenizer.to_str().encode()).hexdigest(),
                     "library": tokenizers.__version__,
                     **({"field": found.field} if found.has_json_lines else {}),
                 }
             )
             index = None if overwrite else packed_text.index_of(out)
             if index is None:
-                _made(out, recipe, found, given, key, parts, watcher)
+                _made(out, recipe, found, tokenizer, key, parts, watcher)
             elif index.get("recipe") != key:
                 raise PerfsuiteError(
                     f"{out} exists and is packed from other texts or with another tokenizer; "
@@ -166,7 +166,7 @@ def _refuse(out: Path, overwrite: bool, again: str | None, elsewhere: str) -> No
         raise PerfsuiteError(f"cannot write {out}: {error.strerror or error}; {elsewhere}") from None
 
 
-def _given(tokenizers: Any, path: Path) -> Any:
+def _opened_tokenizer(tokenizers: Any, path: Path) -> Any:
     try:
         if not path.is_file():
             raise PerfsuiteError(f"tokenizer: there is no file {path}; name a tokenizer.json of the tokenizers library")
@@ -237,8 +237,8 @@ def _read(searched: text.Searched, field: str | None, watcher: Watcher) -> _Foun
     return found
 
 
-def _made(out: Path, recipe: Recipe, found: _Found, given: Any, key: str, parts: Parts, watcher: Watcher) -> None:
-    tokenizer = given or _trained(recipe, found, key, parts, watcher)
+def _made(out: Path, recipe: Recipe, found: _Found, tokenizer: Any, key: str, parts: Parts, watcher: Watcher) -> None:
+    tokenizer = tokenizer or _trained(recipe, found, key, parts, watcher)
     blocks: list[tuple[Any, Any]] = []
     for first, end in found.blocks():
         watcher.progress("packing", first, len(found.paths))

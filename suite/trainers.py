@@ -26,9 +26,9 @@ class Entry:
     """A trainer. Strings of the form "module:name" are imported when they are needed.
 
     `config` and `data_config` are dataclasses. `data` is called with an instance of `data_config`. Like
-    `suite.text.Loaded`, its result has `batches`, `given` (the part of the data that a trainer needs; for text, the
-    size of the vocabulary) and `summary`, a line for the user. A side is called with (config, given, device) and
-    returns a `suite.runtime.Trainer`.
+    `suite.text.Loaded`, its result has `batches`, `trainer_data` (the part of the data that a trainer needs; for
+    text, the size of the vocabulary) and `summary`, a line for the user. A side is called with (config, trainer_data,
+    device) and returns a `suite.runtime.Trainer`.
     """
 
     config: str | type[Any]
@@ -43,13 +43,13 @@ class Entry:
     short: str | Callable[[Any], tuple[Any, Any, int] | None] | None = None
     """Shorter windows for `ablate`'s counts, if a window has many equal steps; see `suite.ablation.measure`."""
     ablated: str | Callable[..., tuple[Any, Any]] | None = None
-    """(config, data config, device) → (given, infinite iterator of batches) for `ablate`; None: random tokens."""
+    """(config, data config, device) → (trainer_data, endless iterator of batches) for `ablate`; None: random tokens."""
     finish: str | Callable[[Any, Path], str | None] | None = None
     """(trainer, run's folder) → line for the user, or None. Called at the end of a run."""
     ranks: bool = False
     """True if several ranks may train together. `data` is then also called with the rank and the number of ranks."""
     quality: str | Callable[[Any, Any], Mapping[str, float]] | None = None
-    """(trained trainer, given) → evaluation metrics, which `ab` compares; None: only the loss is compared."""
+    """(trained trainer, trainer_data) → evaluation metrics, which `ab` compares; None: only the loss is compared."""
     checks: str | Any = None
     """Checks of the source's claims, `suite.claims.record.Checks`; None if no claim is measured."""
     setting: str | Callable[..., Any] = ""
@@ -213,7 +213,7 @@ def quality_of(name: str) -> Callable[[Any, Any], Mapping[str, float]]:
     For a trainer without metrics, the function returns an empty dict.
     """
     found = cast("Callable[[Any, Any], Mapping[str, float]] | None", _loaded(find(name).quality, name))
-    return found if found is not None else lambda trainer, given: {}
+    return found if found is not None else lambda trainer, trainer_data: {}
 
 
 def checks_of(name: str) -> tuple[Any, Callable[..., Any]]:
@@ -224,11 +224,11 @@ def checks_of(name: str) -> tuple[Any, Callable[..., Any]]:
     return _loaded(entry.checks, name), _loaded(entry.setting, name)
 
 
-def build(name: str, config: Any, given: Any, device: torch.device, side: Side) -> Trainer:
-    """Build a trainer of the given side; `given` comes from its data, see `Entry`."""
+def build(name: str, config: Any, trainer_data: Any, device: torch.device, side: Side) -> Trainer:
+    """Build a trainer of the given side; `trainer_data` is that of its loaded data, see `Entry`."""
     entry = find(name)
     make = _loaded(entry.reference if side == "reference" else entry.optimized, name)
-    return cast("Trainer", make(config, given, device))
+    return cast("Trainer", make(config, trainer_data, device))
 
 
 def _loaded(target: Any, trainer: str) -> Any:

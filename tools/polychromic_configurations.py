@@ -75,7 +75,7 @@ def measure(asked: argparse.Namespace, fields: Sequence[str]) -> int:
         config, data = configuration.read(kinds, path, list(fields))
         rows[path.stem] = {
             "config": dataclasses.asdict(config),
-            **trained(config, load(data).given, device, asked),
+            **trained(config, load(data).trainer_data, device, asked),
         }
         print(f"{path.stem}: {median(rows[path.stem]['seconds']):.4g} s a step", file=sys.stderr, flush=True)
         if asked.out is not None:  # the next configuration may run out of time or memory

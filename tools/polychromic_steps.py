@@ -84,7 +84,7 @@ def measure(asked: argparse.Namespace, fields: list[str]) -> int:
     kinds = [trainers.config_of("polychromic"), trainers.data_config_of("polychromic")]
     config, data = configuration.read(kinds, asked.config, fields)
     device = device_called(asked.device)
-    given = load(data).given
+    given = load(data).trainer_data
     timed = {}
     for name in asked.sides:
         timed[name] = Timed(SIDES[name], config, given, device, asked.warm)

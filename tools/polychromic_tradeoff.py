@@ -64,7 +64,7 @@ def measure(asked: argparse.Namespace, fields: Sequence[str]) -> None:
     """Train with each λ and seed that the file lacks, and write the file after each run."""
     kinds = [trainers.config_of("polychromic"), trainers.data_config_of("polychromic")]
     config, data = configuration.read(kinds, asked.config, list(fields))
-    device, given = device_called(asked.device), load(data).given
+    device, given = device_called(asked.device), load(data).trainer_data
     if not given.validation:
         raise PerfsuiteError("validation: there is no held-out example; raise it, or give more data")
     about = {"device": name_of(device), "config": dataclasses.asdict(config), "data": dataclasses.asdict(data)}

@@ -29,7 +29,7 @@ from suite.polychromic import advantages
 from suite.polychromic.batches import Prompts, batch_of, groups_of, packed, prompts_of
 from suite.polychromic.chat import Encoded
 from suite.polychromic.config import DTYPES, TrainConfig
-from suite.polychromic.data import Given, examples_of, uniforms
+from suite.polychromic.data import TrainerData, examples_of, uniforms
 from suite.polychromic.llama import rotation
 from suite.polychromic.lora import Dropout, LoRALinear, places_of, starts_of
 from suite.polychromic.lora_nf4 import NF4LoRALinear
@@ -97,18 +97,18 @@ LORA_LAYERS: Mapping[tuple[str, bool], type[LoRALinear]] = {
 class Trainer(QueuesReports):
     """The optimized trainer. `train_window` queues a step; `metrics` returns the last metrics that have arrived.
 
-    given  examples and models, as `suite.polychromic.data.load` returns them
+    data   examples and models, as `suite.polychromic.data.load` returns them
     """
 
     window_name = "step"
 
-    def __init__(self, config: TrainConfig, given: Given, device: torch.device | str) -> None:
-        self.config, self.given, self.device = config, given, torch.device(device)
-        self.model = given.language_model(DTYPES[config.dtype], self.device)
+    def __init__(self, config: TrainConfig, data: TrainerData, device: torch.device | str) -> None:
+        self.config, self.data, self.device = config, data, torch.device(device)
+        self.model = data.language_model(DTYPES[config.dtype], self.device)
         layer = LORA_LAYERS[config.quantization, config.fused_lora]
         self.adapters = adapted(self.model, config.adapters, config.seed, torch.float32, layer)
         self.weights = weights_of(self.adapters)
-        self.sentences = given.sentences(self.device) if config.diversity else None
+        self.sentences = data.sentences(self.device) if config.diversity else None
         self.lr = torch.zeros((), device=self.device)
         self._sums = [torch.zeros_like(weight) for weight in self.weights.values()]
         self._choose()
@@ -129,7 +129,7 @@ class Trainer(QueuesReports):
 
         `batch["step"]`, if given, must be that number, counted from 0; otherwise ValueError.
         """
-        config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
+        config, examples = self.config, examples_of(self.config, self.data, self.steps, batch)
         with torch.enable_grad(), tf32_products(allowed=False):
             torch._foreach_zero_(self._sums)
             drawn = self._replies(examples[: config.prompts]) if config.diversity else None
@@ -215,7 +215,7 @@ class Trainer(QueuesReports):
 
     def _supervised(self, examples: Sequence[Encoded]) -> torch.Tensor:
         """Add the gradients of the examples' mean cross-entropy to the sums; return that mean, 0-d."""
-        config, end = self.config, self.given.chat.end
+        config, end = self.config, self.data.chat.end
         whole = sum(len(e.tokens) - e.prompt for e in examples)
         starts = starts_of(config.seed, self.steps, len(self.adapters)).to(self.device)
         losses = []
@@ -269,7 +269,7 @@ class Trainer(QueuesReports):
 
     def _replies(self, examples: Sequence[Encoded]) -> "Drawn":
         """Queue the generation of replies, and their copy to the host."""
-        config, end = self.config, self.given.chat.end
+        config, end = self.config, self.data.chat.end
         multiple = MULTIPLE if self.device.type == "cuda" else 1
         prompts = prompts_of(examples, end, self.device, config.new_tokens, multiple)
         numbers = uniforms(config.seed, self.steps, (len(examples), config.replies, config.new_tokens), self.device)
@@ -293,13 +293,13 @@ class Trainer(QueuesReports):
         """
         config = self.config
         with torch.no_grad(), phase("embedding"):
-            said = texts(self.given.chat, drawn.on_host.tensor())
+            said = texts(self.data.chat, drawn.on_host.tensor())
             embeddings = self._embed(
                 self.sentences.encoder, *sets_of(self.sentences, said, config.replies, self.device)
             )
             distances = torch.stack([self._distances(of_set) for of_set in embeddings])
             diversity = torch.stack([self._mean(of_set) for of_set in embeddings]).mean()
-        rows = rows_of(drawn.prompts, drawn.tokens, self.given.chat.end)
+        rows = rows_of(drawn.prompts, drawn.tokens, self.data.chat.end)
         if config.objective == "policy":
             with phase("policy"):
                 own = advantages.without_own_reply(distances)

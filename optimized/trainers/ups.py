@@ -50,28 +50,28 @@ GRAPHS = 16
 class Trainer(QueuesReports):
     """The optimized trainer. Its checkpoints are interchangeable with the reference trainer's.
 
-    given  the data, as `suite.ups.batches.load` opens them
+    mixture  the data, as `suite.ups.batches.load` opens them
 
     ValueError if a batch does not divide into the tasks' shares.
     """
 
     window_name = "step"
 
-    def __init__(self, config: TrainConfig, given: Mixture, device: torch.device | str) -> None:
-        self.config, self.given, self.device = config, given, torch.device(device)
-        note_what_is_ignored(config, given)
+    def __init__(self, config: TrainConfig, mixture: Mixture, device: torch.device | str) -> None:
+        self.config, self.mixture, self.device = config, mixture, torch.device(device)
+        note_what_is_ignored(config, mixture)
         self._choose()
-        self.maker = Maker(given=given, config=config, every=not config.inverse_losses)
+        self.maker = Maker(mixture=mixture, config=config, every=not config.inverse_losses)
         self.source = Resident(self.maker, self.device) if config.resident_latents else Feed(self.maker)
         own = networks_of(config, self.maker, self.device)
         self.networks, self.refiner, self.weights = own.networks, own.refiner, own.weights
         self.groups = grouped(self.weights)
         self.shapes = {name: weight.shape for name, weight in self.weights.items()}
-        self.shards = Shards(given.rank, given.ranks) if is_sharded(config, given) else None
+        self.shards = Shards(mixture.rank, mixture.ranks) if is_sharded(config, mixture) else None
         self.gradients = self._gradients()
         self.averages = {name: weight.detach().clone() for name, weight in self.weights.items()}
-        self.points = {t.task: t.fields.points.to(self.device) for t in given.tasks}
-        self.boundaries = {t.task: t.at_boundary.to(self.device) for t in given.tasks}
+        self.points = {t.task: t.fields.points.to(self.device) for t in mixture.tasks}
+        self.boundaries = {t.task: t.at_boundary.to(self.device) for t in mixture.tasks}
         self.optimizers = {name: self._optimizer_of(name) for name in self.groups}
         self.average = self._averaged()
         self.scale = LossScale(float16=config.precision == "fp16")
@@ -79,7 +79,7 @@ class Trainer(QueuesReports):
         self._replayed = self._step
         if self._is_captured():
             self._replayed = cuda_graph_step(self._step, graphs=GRAPHS, device=self.device)
-        self.throughput = Throughput(config.batch_size * config.accumulation * given.ranks, self.device)
+        self.throughput = Throughput(config.batch_size * config.accumulation * mixture.ranks, self.device)
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
 
     @property
@@ -138,13 +138,13 @@ class Trainer(QueuesReports):
         self._parts = made(compiled=config.compile and self.device.type == "cuda")
         if config.compile and self._is_captured():  # a replay has no launch cost, and sublayers compile faster
             self._operator = self._parts.whole
-        elif config.compile and not is_sharded(config, self.given):
+        elif config.compile and not is_sharded(config, self.mixture):
             graphs = config.compile_mode == "reduce-overhead"
             self._operator = functools.partial(fullgraph_operator, step=self._uncompiled, graphs=graphs)
 
     def _has_parts(self) -> bool:
         """Return whether the operator is called in two parts, so that gradients are reduced during its backward."""
-        config, several = self.config, self.given.ranks > 1 and not is_sharded(self.config, self.given)
+        config, several = self.config, self.mixture.ranks > 1 and not is_sharded(self.config, self.mixture)
         # With torch.compile's own CUDA graphs, the operator is replayed as a whole.
         graphs = config.compile and config.compile_mode == "reduce-overhead" and not self._is_captured()
         return several and config.stage == "operator" and (self.device.type == "cpu" or not graphs)
@@ -153,7 +153,7 @@ class Trainer(QueuesReports):
         """Return whether a step is captured as one CUDA graph, which requires that the host has no part in it."""
         config = self.config
         fused = config.fused_optimizers and (config.fused_clip or config.grad_clip is None)
-        by_host = config.precision == "fp16" or config.cpu_offload_optimizer or is_sharded(config, self.given)
+        by_host = config.precision == "fp16" or config.cpu_offload_optimizer or is_sharded(config, self.mixture)
         possible = self.device.type == "cuda" and triton_reason() is None and not by_host
         return config.cuda_graphs and fused and possible
 
@@ -224,13 +224,13 @@ class Trainer(QueuesReports):
                 # A constant number: a graph is captured for batches with and without these losses, not for each number.
                 number = 0 if micro["inverse"] else 1
                 inverse = self._inverse(self._tasks(micro), number, config.inverse_loss_frequency, self._at_queries)
-        tasks = [task.task for task in self.given.tasks]
+        tasks = [task.task for task in self.mixture.tasks]
         sizes = [(count, self.boundaries[task]) for count, task in zip(micro["counts"], tasks, strict=True)]
         return mixed_loss(config, predicted.float(), after, sizes, inverse), boundary
 
     def _tasks(self, micro: dict[str, Any]) -> list[InverseTask]:
         """Return the inputs of the inverse losses, one for each task."""
-        names = [task.task for task in self.given.tasks]
+        names = [task.task for task in self.mixture.tasks]
         given = zip(names, micro["coded"], micro["fields"], micro["queries"], strict=True)
         tasks = [
             self.networks.inverse_task(task, latents, field, queries, self.points[task])
@@ -267,9 +267,9 @@ class Trainer(QueuesReports):
             groups = {name: [self.weights[n] for n in names] for name, names in self.groups.items()}
             first = early(self.weights, self.config.depth) if self._has_parts() else []
             owner = None
-            if is_shared(self.config, self.given):
-                owner, self._clip = self.given.rank, clip
-            return FlatGradients(groups, self.given.ranks, [self.weights[name] for name in first], owner)
+            if is_shared(self.config, self.mixture):
+                owner, self._clip = self.mixture.rank, clip
+            return FlatGradients(groups, self.mixture.ranks, [self.weights[name] for name in first], owner)
         operator = self.networks.operator
         # FSDP2 calls `forward` after it has gathered the parameters and before it frees them.
         operator.forward = self._forward(operator.forward)  # type: ignore[method-assign]  # replaces it for this instance alone

@@ -45,7 +45,7 @@ from suite.polychromic import advantages
 from suite.polychromic.batches import IGNORED, batch_of, prompts_of
 from suite.polychromic.chat import Encoded
 from suite.polychromic.config import DTYPES, TrainConfig
-from suite.polychromic.data import Given, examples_of, uniforms
+from suite.polychromic.data import TrainerData, examples_of, uniforms
 from suite.polychromic.lora import Dropout, LoRALinear, kept, places_of, starts_of
 from suite.polychromic.lora_nf4 import NF4LoRALinear
 from suite.polychromic.objective import Rows, nucleus, rows_of, sets_of, texts, widened_loss
@@ -59,23 +59,23 @@ from suite.stepping import Throughput, WaitsForReports
 class Trainer(WaitsForReports):
     """The reference trainer. `train_window` runs one step; `metrics` returns its metrics.
 
-    given  examples and models, as `suite.polychromic.data.load` opens them
+    data   examples and models, as `suite.polychromic.data.load` opens them
     dtype  working precision, by default the configuration's; float64 for the ground truth
     """
 
     window_name = "step"
 
     def __init__(
-        self, config: TrainConfig, given: Given, device: torch.device | str, dtype: torch.dtype | None = None
+        self, config: TrainConfig, data: TrainerData, device: torch.device | str, dtype: torch.dtype | None = None
     ) -> None:
-        self.config, self.given, self.device = config, given, torch.device(device)
+        self.config, self.data, self.device = config, data, torch.device(device)
         self.dtype = dtype or DTYPES[config.dtype]
-        self.model = given.language_model(self.dtype, self.device)
+        self.model = data.language_model(self.dtype, self.device)
         trained = torch.promote_types(self.dtype, torch.float32)
         layer = NF4LoRALinear if config.quantization == "nf4" else LoRALinear
         self.adapters = adapted(self.model, config.adapters, config.seed, trained, layer)
         self.weights = weights_of(self.adapters)
-        self.sentences = given.sentences(self.device, trained) if config.diversity else None
+        self.sentences = data.sentences(self.device, trained) if config.diversity else None
         self.lr = torch.zeros((), device=self.device, dtype=trained)
         # `train_window` clips the gradients, so the optimizer must not clip them again.
         self.optimizer = ScalerStep(
@@ -94,7 +94,7 @@ class Trainer(WaitsForReports):
 
         `batch["step"]`, if given, must be that number, counted from 0; otherwise ValueError.
         """
-        config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
+        config, examples = self.config, examples_of(self.config, self.data, self.steps, batch)
         with torch.enable_grad(), tf32_products(allowed=False):
             diversity, tokens, grads = self._policy_gradient(examples[: config.prompts])
             with phase("cross-entropy"):
@@ -130,7 +130,7 @@ class Trainer(WaitsForReports):
 
     def _supervised(self, examples: Sequence[Encoded]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the mean cross-entropy of the examples' replies, and its gradients."""
-        size, end = self.config.batch_size, self.given.chat.end
+        size, end = self.config.batch_size, self.data.chat.end
         parts = [batch_of(examples[at : at + size], end, self.device) for at in range(0, len(examples), size)]
         counts = [int((part.labels[:, 1:] != IGNORED).sum()) for part in parts]
         total, grads = torch.zeros((), device=self.device, dtype=self.lr.dtype), self._zeros()
@@ -154,7 +154,7 @@ class Trainer(WaitsForReports):
 
         The gradients are empty with `objective: as_written`. If λ is 0, nothing is drawn and both numbers are 0.
         """
-        config, end = self.config, self.given.chat.end
+        config, end = self.config, self.data.chat.end
         if not config.diversity:
             return 0.0, 0.0, []
         prompts = prompts_of(examples, end, self.device)
@@ -164,7 +164,7 @@ class Trainer(WaitsForReports):
                 self._logits, prompts.tokens, prompts.lengths, numbers, config.temperature, config.top_p, end
             )
         with torch.no_grad(), phase("embedding"):
-            said = texts(self.given.chat, drawn)
+            said = texts(self.data.chat, drawn)
             given = sets_of(self.sentences, said, config.replies, self.device)
             embeddings = encoder_batching(self.sentences.encoder, *given)
             distances = torch.stack([pairwise_cosine(of_set) for of_set in embeddings])

@@ -53,8 +53,8 @@ Weights = Mapping[str, torch.Tensor]
 class Trainer(WaitsForReports):
     """The reference trainer. `train_window` runs one step; `metrics` returns its metrics.
 
-    given  the data, as `suite.ups.batches.load` opens them
-    dtype  working precision: float32, or float64 for the ground truth
+    mixture  the data, as `suite.ups.batches.load` opens them
+    dtype    working precision: float32, or float64 for the ground truth
 
     ValueError if a batch does not divide into the tasks' shares.
     """
@@ -62,19 +62,19 @@ class Trainer(WaitsForReports):
     window_name = "step"
 
     def __init__(
-        self, config: TrainConfig, given: Mixture, device: torch.device | str, dtype: torch.dtype = torch.float32
+        self, config: TrainConfig, mixture: Mixture, device: torch.device | str, dtype: torch.dtype = torch.float32
     ) -> None:
-        self.config, self.given, self.device, self.dtype = config, given, torch.device(device), dtype
-        note_what_is_ignored(config, given)
-        self.maker = Maker(given=given, config=config, every=True)
+        self.config, self.mixture, self.device, self.dtype = config, mixture, torch.device(device), dtype
+        note_what_is_ignored(config, mixture)
+        self.maker = Maker(mixture=mixture, config=config, every=True)
         self.feed = Feed(self.maker)
         parts = networks_of(config, self.maker, self.device, dtype)
         self.networks, self.refiner, self.weights = parts.networks, parts.refiner, parts.weights
         self.shards = None
         self.shapes = {name: weight.shape for name, weight in self.weights.items()}
         self.averages = {name: weight.detach().clone() for name, weight in self.weights.items()}
-        self.points = {t.task: t.fields.points.to(self.device, dtype) for t in given.tasks}
-        self.boundaries = {t.task: t.at_boundary.to(self.device) for t in given.tasks}
+        self.points = {t.task: t.fields.points.to(self.device, dtype) for t in mixture.tasks}
+        self.boundaries = {t.task: t.at_boundary.to(self.device) for t in mixture.tasks}
         low = torch.bfloat16 if config.muon_in_bfloat16 else torch.float32
         self.groups = grouped(self.weights)
         self.optimizers = {
@@ -84,7 +84,7 @@ class Trainer(WaitsForReports):
         self.average = ema(list(self.averages.values()), config.ema_decay)
         self.scale = LossScale(float16=config.precision == "fp16")
         self.steps = 0
-        self.throughput = Throughput(config.batch_size * config.accumulation * given.ranks, self.device)
+        self.throughput = Throughput(config.batch_size * config.accumulation * mixture.ranks, self.device)
         self.parallel = self._in_parallel()
         self._reports: Reports[Report] = Reports(self.device, Report.stays)
 
@@ -120,7 +120,7 @@ class Trainer(WaitsForReports):
     def _in_parallel(self) -> nn.Module:
         """Build the module that computes a micro-batch's loss. With several ranks it also averages the gradients."""
         whole = _Loss(self.networks if self.refiner is None else self.refiner, self._loss)
-        if self.given.ranks == 1:
+        if self.mixture.ranks == 1:
             return whole
         every = all(map(self.config.has_inverse, range(self.config.inverse_loss_frequency)))
         return DistributedDataParallel(
@@ -132,9 +132,9 @@ class Trainer(WaitsForReports):
 
     def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
         """Compute the mean of a loss over the ranks."""
-        if self.given.ranks > 1:
+        if self.mixture.ranks > 1:
             dist.all_reduce(loss)
-        return loss / self.given.ranks
+        return loss / self.mixture.ranks
 
     def _loss(self, micro: MicroBatch) -> torch.Tensor:
         """Compute the loss of a micro-batch, 0-d."""

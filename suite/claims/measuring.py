@@ -84,9 +84,9 @@ def apart(made: Mapping[str, Make]) -> Iterator[dict[str, Callable[[], float]]]:
     ends: dict[str, Connection] = {}
     children = []
     try:
-        for name, (make, given) in made.items():
+        for name, (make, arguments) in made.items():
             ends[name], theirs = context.Pipe()
-            children.append(context.Process(target=_serve, args=(theirs, make, given)))
+            children.append(context.Process(target=_serve, args=(theirs, make, arguments)))
             children[-1].start()
             theirs.close()  # otherwise the end of the process would not be noticed here
         yield {name: partial(_asked, end) for name, end in ends.items()}
@@ -184,9 +184,9 @@ def typical(seconds: list[float]) -> str:
     return units.seconds(median(seconds))
 
 
-def _serve(end: Connection, make: Callable[..., Callable[[], object]], given: tuple[Any, ...]) -> None:
+def _serve(end: Connection, make: Callable[..., Callable[[], object]], arguments: tuple[Any, ...]) -> None:
     try:
-        call = make(*given)
+        call = make(*arguments)
         while True:
             end.recv()
             began = time.perf_counter()

@@ -210,7 +210,7 @@ def _trainer(s: Setting, config: TrainConfig, *, optimized: bool = True) -> Any:
         accumulation=config.accumulation, steps=config.steps, new_tokens=config.new_tokens,
     )  # fmt: skip
     make = implementation("trainers.polychromic", "Trainer", optimized=optimized)
-    return make(config, load(data).given, s.device)
+    return make(config, load(data).trainer_data, s.device)
 
 
 def _weights_after(s: Setting, config: TrainConfig) -> dict[str, torch.Tensor]:
@@ -235,7 +235,7 @@ def _times(ratio: Ratio) -> str:
 
 
 def _model(s: Setting) -> Any:
-    return load(Data(model=s.model, synthetic=16)).given.language_model(DTYPES[s.config.dtype], s.device)
+    return load(Data(model=s.model, synthetic=16)).trainer_data.language_model(DTYPES[s.config.dtype], s.device)
 
 
 @torch.no_grad()

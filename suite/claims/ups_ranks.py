@@ -47,8 +47,8 @@ class RankError(RuntimeError):
     """Raised if a rank fails; the message names the rank and says why."""
 
 
-def launched(work: Callable[..., Any], ranks: int, gpus: int, *given: Any) -> list[Any]:
-    """Call `work(device, *given)` in each of several new processes, and return the results by rank.
+def launched(work: Callable[..., Any], ranks: int, gpus: int, *arguments: Any) -> list[Any]:
+    """Call `work(device, *arguments)` in each of several new processes, and return the results by rank.
 
     work  a module-level function
     gpus  rank i gets GPU i modulo this number; 0: all ranks are on the CPU
@@ -68,7 +68,7 @@ def launched(work: Callable[..., Any], ranks: int, gpus: int, *given: Any) -> li
     )
     try:
         with _handlers_kept():
-            found: Mapping[int, Any] = elastic_launch(settings, _in_rank)(work, gpus, given)
+            found: Mapping[int, Any] = elastic_launch(settings, _in_rank)(work, gpus, arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RankError(f"rank {rank}: {_message(failure.message)}") from None
@@ -275,10 +275,10 @@ def wrapped(network: Operator, kind: str) -> nn.Module:
 
 def loss_of(network: nn.Module, config: TrainConfig, batch: int, device: torch.device) -> torch.Tensor:
     """Compute the mean squared output for latents that are the same at each call but differ between ranks."""
-    return _loss(network, *_given(config, batch, device))
+    return _loss(network, *_inputs(config, batch, device))
 
 
-def _given(config: TrainConfig, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _inputs(config: TrainConfig, batch: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (latents [B, T, latent width], time steps [B])."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     latents = torch.randn(batch, config.tokens, config.latent_width, generator=generator)
@@ -305,11 +305,11 @@ def _moves(device: torch.device, config: TrainConfig, kind: str, order: str) -> 
 def _step(network: nn.Module, config: TrainConfig, batch: int, device: torch.device) -> Callable[[], None]:
     """Return a step of fused AdamW on a batch that is on the device."""
     optimizer = torch.optim.AdamW(network.parameters(), fused=True)
-    given = _given(config, batch, device)
+    inputs = _inputs(config, batch, device)
 
     def step() -> None:
         optimizer.zero_grad()
-        _loss(network, *given).backward()
+        _loss(network, *inputs).backward()
         optimizer.step()
 
     return step
@@ -322,14 +322,14 @@ def _gradients(network: nn.Module, config: TrainConfig, device: torch.device) ->
 
 
 def _call(network: nn.Module, config: TrainConfig, device: torch.device) -> Callable[[], None]:
-    given = _given(config, config.batch_size, device)
+    inputs = _inputs(config, config.batch_size, device)
     replay_begins = implementation("compilation.compiled_function", "replay_begins", optimized=True)
 
     def call() -> None:
         network.zero_grad()
         if device.type == "cuda":
             replay_begins()
-        _loss(network, *given).backward()
+        _loss(network, *inputs).backward()
 
     return call
 
@@ -365,7 +365,7 @@ def _handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _in_rank(work: Callable[..., Any], gpus: int, given: tuple[Any, ...]) -> Any:
+def _in_rank(work: Callable[..., Any], gpus: int, arguments: tuple[Any, ...]) -> Any:
     """Call `work` in a process that `launched` has started."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
@@ -375,7 +375,7 @@ def _in_rank(work: Callable[..., Any], gpus: int, given: tuple[Any, ...]) -> Any
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
     dist.init_process_group("nccl" if gpus >= ranks else "gloo", timeout=TIMEOUT)
     try:
-        return work(device, *given)
+        return work(device, *arguments)
     finally:
         dist.destroy_process_group()
 

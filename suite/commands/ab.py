@@ -159,7 +159,7 @@ def _lengths(
 
 def _chosen(
     name: str,
-    given: dict[Name, tuple[str | None, str]],
+    arms: dict[Name, tuple[str | None, str]],
     lengths: list[str],
     seeds: Sequence[str],
     fields: Sequence[str],
@@ -177,7 +177,7 @@ def _chosen(
     for seed in seeds or (None,):
         arguments = [*fields, *lengths, *([] if seed is None else ["--seed", seed])]
         both = []
-        for arm, (file, side) in given.items():
+        for arm, (file, side) in arms.items():
             if file is None:
                 raise ConfigurationError(f"--{arm}: name the YAML file of that side's fields")
             config, options, data = read(kinds, file, arguments)
@@ -295,10 +295,10 @@ def _arm(name: str, chosen: Chosen, device: Any) -> Arm:
     quality = trainers.quality_of(name)
     return Arm(
         name=chosen.name,
-        build=lambda: trainers.build(name, chosen.config, loaded.given, device, chosen.side),
+        build=lambda: trainers.build(name, chosen.config, loaded.trainer_data, device, chosen.side),
         batches=loaded.batches,
         limit=min((end for end in ends if end is not None), default=None),
-        quality=lambda trainer: quality(trainer, loaded.given),
+        quality=lambda trainer: quality(trainer, loaded.trainer_data),
     )
 
 

@@ -140,11 +140,11 @@ def _measured(
     arms = ablation.arms(techniques, always)
     switched = {arm: _switched(chosen, arm, switches) for arm in arms}
     writable(out)
-    given, batches = _data(name, chosen, data, there)
+    trainer_data, batches = _data(name, chosen, data, there)
 
     def build(arm: ablation.Arm) -> Any:
         side: trainers.Side = "reference" if arm.on is None else "optimized"
-        return trainers.build(name, switched[arm], given, there, side)
+        return trainers.build(name, switched[arm], trainer_data, there, side)
 
     windows = ablation.whole_periods(windows, chosen)
     timed = ablation.measure(

@@ -70,12 +70,12 @@ def _claims(name: str, only: tuple[str, ...], device: str | None, out: Path) -> 
     tell(f"wrote {shown(out / 'claims.md')}", err=True)
 
 
-def _answer(check: Any, given: Any) -> tuple[str, str]:
+def _answer(check: Any, setting: Any) -> tuple[str, str]:
     """Return the verdict and explanation of the check; UNMEASURED if memory runs out."""
     from suite.claims.record import UNMEASURED
 
     try:
-        verdict, explanation = check.answer(given)
+        verdict, explanation = check.answer(setting)
     except (MemoryError, RuntimeError) as error:
         if (reason := out_of_memory(error)) is None:
             raise

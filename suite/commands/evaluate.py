@@ -110,10 +110,10 @@ def _ups(
     there = device_called(device)
     file, found, config = opened(Path(checkpoint))
     folder = _folder_of(out, file)
-    given = mixture_of(evaluation.data_for(config, data))
-    networks, step = evaluation.loaded(config, given, found.trainer, there, weights)
-    scores, examples = evaluation.evaluate(networks, given, there, rollout, step)
-    same_data = found.trainer.get("data") == given.digest
+    mixture = mixture_of(evaluation.data_for(config, data))
+    networks, step = evaluation.loaded(config, mixture, found.trainer, there, weights)
+    scores, examples = evaluation.evaluate(networks, mixture, there, rollout, step)
+    same_data = found.trainer.get("data") == mixture.digest
     about = {
         "checkpoint": str(file),
         "weights": weights,

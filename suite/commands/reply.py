@@ -33,14 +33,14 @@ TRAINER = "polychromic"
 @click.option("--encoder", metavar="FOLDER", help="Where the sentence encoder is now.  [default: likewise]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random draws.")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: the GPU, if any]")
-def reply(checkpoint: str, **given: Any) -> None:
+def reply(checkpoint: str, **arguments: Any) -> None:
     """Reply to a prompt several times with a model that polychromic has trained, and print how much the replies differ.
 
     CHECKPOINT is one of its files, or the folder of a run, whose latest checkpoint is used. Each reply follows its
     number: [1], [2] and so on.
     """
     with in_one_line("interrupted", "free some, or name another --device"):
-        _reply(checkpoint, **given)
+        _reply(checkpoint, **arguments)
 
 
 def _reply(
@@ -67,7 +67,7 @@ def _reply(
     there = device_called(device)
     path, found = checkpoint_of(checkpoint, TRAINER)
     state = found.trainer
-    config, given = _given(path, state, model, encoder)
+    config, trainer_data = _trainer_data(path, state, model, encoder)
     changes = {"new_tokens": tokens, "temperature": temperature, "top_p": top_p}
     if count == 1:
         changes["diversity"] = 0.0  # without diversity the encoder is not loaded
@@ -75,39 +75,39 @@ def _reply(
         config = replace(config, **{name: value for name, value in changes.items() if value is not None})
     except ValueError as error:
         raise PerfsuiteError(str(error)) from None
-    asked = _encoded(prompt, given, config.new_tokens)
+    asked = _encoded(prompt, trainer_data, config.new_tokens)
     example = Encoded(tuple(asked), len(asked))
-    check_fits(replace(given, training=(example,)), 1, config.new_tokens)
+    check_fits(replace(trainer_data, training=(example,)), 1, config.new_tokens)
     try:
-        trainer: Any = trainers.build(TRAINER, config, given, there, "optimized")
+        trainer: Any = trainers.build(TRAINER, config, trainer_data, there, "optimized")
         if not untrained:
             trainer.load_state_dict(state)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PerfsuiteError(f"{shown(path)} does not fit the model {given.model}: {_said(error)}") from None
+        raise PerfsuiteError(f"{shown(path)} does not fit the model {trainer_data.model}: {_said(error)}") from None
     if not all(bool(weight.isfinite().all()) for weight in trainer.weights.values()):
         raise PerfsuiteError(f"{shown(path)} has weights that are no finite numbers; name an earlier one")
-    end = given.chat.end
+    end = trainer_data.chat.end
     _, drawn = replies_to(
         trainer.model, [example], count, config.new_tokens, config.temperature, config.top_p, end, seed
     )
-    said = texts(given.chat, drawn)
+    said = texts(trainer_data.chat, drawn)
     for number, text in enumerate(said, 1):
         show(f"[{number}] {text.strip()}\n")
     if count > 1:
         tell(f"diversity: {distances_of(trainer.sentences, said, count, there)[0]:.3f}", err=True)
 
 
-def _encoded(prompt: str, given: Any, new_tokens: int) -> list[int]:
+def _encoded(prompt: str, trainer_data: Any, new_tokens: int) -> list[int]:
     """Return the tokens of the prompt; PerfsuiteError if it is empty, not UTF-8, or too long for the model."""
     from suite.polychromic.replies import USER, Message
 
     if not prompt.strip():
         raise PerfsuiteError("--prompt: it is empty; say something")
     try:
-        asked: list[int] = given.chat.prompt([Message(USER, typed(prompt).strip())])
+        asked: list[int] = trainer_data.chat.prompt([Message(USER, typed(prompt).strip())])
     except (TypeError, UnicodeError):
         raise PerfsuiteError("--prompt: it is not UTF-8; give other text") from None
-    positions = given.shape.positions
+    positions = trainer_data.shape.positions
     room = positions - new_tokens
     if room < 1:
         raise PerfsuiteError(f"--tokens {new_tokens}: the model has {positions} positions; lower it")
@@ -120,12 +120,12 @@ def _said(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def _given(path: Path, state: Any, model: str | None, encoder: str | None) -> tuple[Any, Any]:
+def _trainer_data(path: Path, state: Any, model: str | None, encoder: str | None) -> tuple[Any, Any]:
     """Return (configuration, trainer input) of a checkpoint."""
     from suite.polychromic import drawn
     from suite.polychromic.chat import Chat
     from suite.polychromic.config import TrainConfig
-    from suite.polychromic.data import Given
+    from suite.polychromic.data import TrainerData
 
     model = model if model is not None else state.get("model")
     encoder = encoder if encoder is not None else state.get("encoder")
@@ -140,5 +140,7 @@ def _given(path: Path, state: Any, model: str | None, encoder: str | None) -> tu
     if encoder and not os.path.isdir(encoder):
         raise PerfsuiteError(f"the sentence encoder is not in {shown(encoder)} any more; name it with --encoder")
     chat = drawn.chat() if model in drawn.SHAPES else Chat(Path(model))
-    given = Given(chat=chat, model=model, encoder=Path(encoder) if encoder else None, training=(), validation=())
-    return config, given
+    trainer_data = TrainerData(
+        chat=chat, model=model, encoder=Path(encoder) if encoder else None, training=(), validation=()
+    )
+    return config, trainer_data

@@ -214,7 +214,7 @@ def _trained(
         tell_user(loaded.summary)
         notes: list[str] = []
         with noting(notes):
-            trainer = trainers.build(name, chosen, loaded.given, there, cast("trainers.Side", side))
+            trainer = trainers.build(name, chosen, loaded.trainer_data, there, cast("trainers.Side", side))
         for note in notes:
             tell_user(note)
         recorded = configuration.plain({"side": side, **asdict(data), **asdict(chosen), "seed": options.seed})

@@ -146,12 +146,12 @@ class Text:
 
 
 class _Random:
-    def __init__(self, given: Text) -> None:
-        self.given = given
+    def __init__(self, corpus: Text) -> None:
+        self.corpus = corpus
 
     def batch(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        length = self.given.length
-        parts = [self.given.pack.row[r * length : (r + 1) * length + 1].astype(numpy.int64) for r in rows.tolist()]
+        length = self.corpus.length
+        parts = [self.corpus.pack.row[r * length : (r + 1) * length + 1].astype(numpy.int64) for r in rows.tolist()]
         both = torch.from_numpy(numpy.stack(parts)).to(rows.device)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
@@ -172,10 +172,10 @@ def _order(sequences: int, seed: int, epoch: int) -> torch.Tensor:
     return permutation(sequences, seed, epoch, "cpu")
 
 
-def next_rows(config: TrainConfig, given: Text, step: int, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def next_rows(config: TrainConfig, corpus: Text, step: int, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the numbers of the sequences of a trainer's next step; ValueError if `batch["step"]` is another step."""
     check_step(batch, step)
-    return given.training[rows_of(step, len(given), config.sequences, config.seed)]
+    return corpus.training[rows_of(step, len(corpus), config.sequences, config.seed)]
 
 
 class Steps(NumberedSteps):
@@ -187,27 +187,27 @@ class Steps(NumberedSteps):
 
     unit = "tokens"
 
-    def __init__(self, given: Text, count: int, total: int, seed: int) -> None:
+    def __init__(self, corpus: Text, count: int, total: int, seed: int) -> None:
         super().__init__(total)
-        self.given, self.count, self.seed = given, count, seed
-        if len(given) < count:
+        self.corpus, self.count, self.seed = corpus, count, seed
+        if len(corpus) < count:
             raise PerfsuiteError(
-                f"batch_size: a step takes {count} sequences (batch_size x accumulation), and {given.pack.path} has "
-                f"{len(given)} of {given.length} tokens to train on; lower accumulation, batch_size or "
+                f"batch_size: a step takes {count} sequences (batch_size x accumulation), and {corpus.pack.path} has "
+                f"{len(corpus)} of {corpus.length} tokens to train on; lower accumulation, batch_size or "
                 "sequence_length, or pack more text"
             )
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return the number of tokens that a step trains on."""
-        return self.count * self.given.length
+        return self.count * self.corpus.length
 
     def identity(self) -> dict[str, Any]:
         return {
-            "validation": self.given.held_out,
-            "sequence_length": self.given.length,
+            "validation": self.corpus.held_out,
+            "sequence_length": self.corpus.length,
             "batch_size x accumulation": self.count,
             "seed": self.seed,
-            "digest": self.given.pack.digest,
+            "digest": self.corpus.pack.digest,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,24 +220,24 @@ class Loaded:
     """The batches and the text for a trainer, and a line that describes them."""
 
     batches: Steps
-    given: Text
+    trainer_data: Text
     summary: str
 
 
 def load(data: Data) -> Loaded:
     """Load the text that `data` describes; PerfsuiteError if it does not exist or is too short."""
-    given = text_of(data)
-    pack = given.pack
+    corpus = text_of(data)
+    pack = corpus.pack
     summary = (
-        f"data: {pack.tokens:,} tokens of {pack.path}, {len(given)} sequences of {given.length} tokens, "
-        f"{f'{given.held_out} more held out, ' if given.held_out else ''}"
+        f"data: {pack.tokens:,} tokens of {pack.path}, {len(corpus)} sequences of {corpus.length} tokens, "
+        f"{f'{corpus.held_out} more held out, ' if corpus.held_out else ''}"
         f"vocabulary {pack.vocabulary:,}"
     )
     if pack.vocabulary != data.vocabulary:
         summary += f" (the pack's own; vocabulary={data.vocabulary:,} is for what is made here)"
     summary += f"; a unigram model's loss is {unigram_loss(pack):.3f}"
-    steps = Steps(given, data.batch_size * data.accumulation, data.steps, data.seed)
-    return Loaded(batches=steps, given=given, summary=summary)
+    steps = Steps(corpus, data.batch_size * data.accumulation, data.steps, data.seed)
+    return Loaded(batches=steps, trainer_data=corpus, summary=summary)
 
 
 def unigram_loss(pack: PackedText) -> float:
@@ -298,6 +298,6 @@ def for_ablation(
     config: TrainConfig, data: Data, device: torch.device
 ) -> tuple[Text, Iterator[Mapping[str, torch.Tensor]]]:
     """Return (text, endless iterator of empty batches), for `perfsuite ablate`. Each trainer counts its own steps."""
-    given = text_of(data)
-    Steps(given, config.sequences, config.steps, config.seed)
-    return given, itertools.repeat({})
+    corpus = text_of(data)
+    Steps(corpus, config.sequences, config.steps, config.seed)
+    return corpus, itertools.repeat({})

@@ -92,7 +92,7 @@ def finish(trainer: Any, folder: Path) -> str | None:
     return "\n".join(lines) or None
 
 
-def quality(trainer: Any, given: Any) -> dict[str, float]:
+def quality(trainer: Any, trainer_data: Any) -> dict[str, float]:
     """Return the last validation's metrics, for `perfsuite ab`; empty if nothing was held out."""
     found: dict[str, float] = trainer.held_out.metrics()
     return found

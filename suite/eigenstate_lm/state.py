@@ -38,13 +38,13 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     ValueError if a shape differs or a weight is missing. `steps` is not set; the trainer sets it.
     """
     whole(state, "steps")
-    own, given = trainer.weights, state["weights"]
-    here, there = len(own["embedding"]), len(given["embedding"])
+    own, saved = trainer.weights, state["weights"]
+    here, there = len(own["embedding"]), len(saved["embedding"])
     if here != there:
         raise ValueError(f"its vocabulary has {there} tokens, and that of the data {here}")
-    check_weights(own, given)
+    check_weights(own, saved)
     with torch.no_grad():
-        for name, weight in given.items():
+        for name, weight in saved.items():
             own[name].copy_(weight)
     trainer.held_out.restore(state.get("best"))
     trainer.optimizer.load_state_dict(state["optimizer"])

@@ -48,7 +48,7 @@ class Loaded:
     """The epochs and the data set for a trainer, and a line that describes them."""
 
     batches: Epochs
-    given: LeakAudio
+    trainer_data: LeakAudio
     summary: str
 
 
@@ -59,7 +59,9 @@ def load(data: Data) -> Loaded:
     """
     audio = audio_of(data)
     audio.check_batch("train", data.batch_size)
-    return Loaded(batches=Epochs(audio, data.batch_size, data.epochs, data.seed), given=audio, summary=audio.summary)
+    return Loaded(
+        batches=Epochs(audio, data.batch_size, data.epochs, data.seed), trainer_data=audio, summary=audio.summary
+    )
 
 
 def audio_of(data: Data) -> LeakAudio:

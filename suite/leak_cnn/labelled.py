@@ -79,9 +79,9 @@ def build_labelled(out: Path, chosen: Labelled, watcher: Watcher, *, overwrite: 
     refuse(out, settings, overwrite)
     try:
         with parts_beside(out) as parts:
-            given, left_out = _read(chosen, names, parts, watcher)
-            splits = {kind: _divided(chosen, kind, own) for kind, own in given.items()}
-            identity = [[kind, r.name, r.digest] for kind, own in given.items() for r in own]
+            by_class, left_out = _read(chosen, names, parts, watcher)
+            splits = {kind: _divided(chosen, kind, own) for kind, own in by_class.items()}
+            identity = [[kind, r.name, r.digest] for kind, own in by_class.items() for r in own]
             recipe = digest_of({**settings, "recordings": identity, "classes": dict(chosen.classes)})
             kept = out.exists() and not overwrite
             if kept and hdf5.attributes(out).get("recipe") != recipe:
@@ -93,7 +93,7 @@ def build_labelled(out: Path, chosen: Labelled, watcher: Watcher, *, overwrite: 
             if not kept:
                 _write(out, splits, {**settings, **_sizes(counts)}, recipe, parts)
             parts.clear()
-        count = sum(len(own) for own in given.values())
+        count = sum(len(own) for own in by_class.values())
         source = f"{count} recordings of {printable(str(chosen.folder))}, labelled by their folders"
         if left_out:
             source += f"; left out: {', '.join(f'{n} {what}' for what, n in sorted(left_out.items()))}"
@@ -159,7 +159,7 @@ def _read(
     done = 0
     seen: set[str] = set()
     left_out: Counter[str] = Counter()
-    given: dict[str, list[Recording]] = {kind: [] for kind in names}
+    by_class: dict[str, list[Recording]] = {kind: [] for kind in names}
     for kind, own in names.items():
         for name in recordings.in_order(own, chosen.seed):
             watcher.progress("reading", done, total)
@@ -174,9 +174,9 @@ def _read(
                     watcher.say(f"left out {printable(name)}: {reason}")
                 continue
             seen.add(recording.digest)
-            given[kind].append(recording)
+            by_class[kind].append(recording)
     watcher.progress("reading", total, total)
-    return given, left_out
+    return by_class, left_out
 
 
 def _recording(root: Path, name: str, parts: Parts) -> Recording:

@@ -167,21 +167,21 @@ def stretches(recording: int, samples: Array) -> list[Stretch]:
     return [s for s in cut if s.length >= SHORTEST and rms(samples[s.start : s.start + s.length]) >= gain(SILENT_DB)]
 
 
-def divided(given: Sequence[Stretch], share: float) -> tuple[list[Stretch], list[Stretch]]:
+def divided(stretches: Sequence[Stretch], share: float) -> tuple[list[Stretch], list[Stretch]]:
     """Divide stretches into (training, validation). Validation gets about `share` of the total time.
 
     With two or more stretches, neither list is empty.
     """
-    wanted = share * sum(s.length for s in given)
+    wanted = share * sum(s.length for s in stretches)
     kept, taken = 0, 0
-    for stretch in given[:-1]:
+    for stretch in stretches[:-1]:
         if kept and taken + stretch.length / 2 > wanted:
             break
         kept, taken = kept + 1, taken + stretch.length
-    return list(given[kept:]), list(given[:kept])
+    return list(stretches[kept:]), list(stretches[:kept])
 
 
-def pieces(given: Sequence[Stretch], most: int, reuse: int, order: Callable[[int], Array]) -> list[list[Stretch]]:
+def pieces(stretches: Sequence[Stretch], most: int, reuse: int, order: Callable[[int], Array]) -> list[list[Stretch]]:
     """Return at most `most` pieces of 10 s, each a list of stretches. They are assembled in up to `reuse` rounds.
 
     A round uses each stretch once, in the order that `order(round)` returns. A stretch of 10 s is a piece by itself.
@@ -191,9 +191,9 @@ def pieces(given: Sequence[Stretch], most: int, reuse: int, order: Callable[[int
     made: list[list[Stretch]] = []
     begun: list[Stretch] = []
     lacking = SAMPLES
-    for turn in range(reuse if given else 0):
+    for turn in range(reuse if stretches else 0):
         for position in order(turn):
-            stretch = given[int(position)]
+            stretch = stretches[int(position)]
             if stretch.length == SAMPLES:
                 made.append([stretch])
             else:

@@ -103,7 +103,7 @@ def finish(trainer: Any, folder: Path) -> str | None:
     return f"{line}; wrote {folder / PICTURE}"
 
 
-def quality(trainer: Any, given: Any) -> dict[str, float]:
+def quality(trainer: Any, trainer_data: Any) -> dict[str, float]:
     """Return the metrics of the last validation, for `perfsuite ab`; empty if there was none."""
     validation: Validation | None = trainer.validation()
     return {} if validation is None else validation.metrics()

@@ -113,27 +113,27 @@ class Folder:
     def __post_init__(self) -> None:
         recordings.library()
         names = recordings.in_order(recordings.found(self.root), self.recipe.seed)
-        given, left_out, looked_at = self._read(names)
-        seconds = sum(s.length for s in given) // SAMPLE_RATE
+        stretches, left_out, looked_at = self._read(names)
+        seconds = sum(s.length for s in stretches) // SAMPLE_RATE
         self.summary = f"{len(self._names)} recordings of {printable(str(self.root))}, {seconds} s"
         if left_out:
             self.summary += f"; left out: {', '.join(f'{n} {what}' for what, n in sorted(left_out.items()))}"
         if looked_at < len(names):
             self.summary += f"; {len(names) - looked_at} more were not needed"
-        if not given:
+        if not stretches:
             raise PerfsuiteError(f"--from {self.root} holds no usable sound: {self.summary}")
-        self._lay_out(given, seconds)
+        self._lay_out(stretches, seconds)
 
     def _read(self, names: list[str]) -> tuple[list[recordings.Stretch], Counter[str], int]:
         """Return (stretches, reason → number of recordings left out, number of recordings examined)."""
-        given: list[recordings.Stretch] = []
+        stretches: list[recordings.Stretch] = []
         left_out: Counter[str] = Counter()
         seen: set[str] = set()
         wanted = self.recipe.files * SAMPLES
         have = 0
         for looked_at, name in enumerate(names):
             if have >= wanted:
-                return given, left_out, looked_at
+                return stretches, left_out, looked_at
             self.watcher.progress("reading", looked_at, len(names))
             try:
                 part = self._part(name)
@@ -151,9 +151,9 @@ class Folder:
             cut = recordings.stretches(len(self._names), samples)
             self._names.append(part)
             self._identity.append([printable(name), digest])
-            given += cut
+            stretches += cut
             have += sum(s.length for s in cut)
-        return given, left_out, len(names)
+        return stretches, left_out, len(names)
 
     def _part(self, name: str) -> str:
         """Return the name of a recording's part. Create the part if it is missing or the file has changed."""
@@ -169,9 +169,9 @@ class Folder:
             raise OSError(None, f"{self.parts.folder} has lost what was just written there")
         return samples
 
-    def _lay_out(self, given: list[recordings.Stretch], seconds: int) -> None:
+    def _lay_out(self, usable: list[recordings.Stretch], seconds: int) -> None:
         recipe = self.recipe
-        for split, stretches in enumerate(recordings.divided(given, recipe.validation / recipe.files)):
+        for split, stretches in enumerate(recordings.divided(usable, recipe.validation / recipe.files)):
             wanted = getattr(recipe, SPLITS[split])
 
             def order(turn: int, split: int = split, count: int = len(stretches)) -> Array:

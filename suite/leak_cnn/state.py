@@ -45,11 +45,11 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     best = state["best"]
     for counts, name in ((state, "steps"), (best, "epoch")):
         whole(counts, name, 0)
-    own, given = trainer.weights, state["weights"]
-    check_weights(own, given)
+    own, saved = trainer.weights, state["weights"]
+    check_weights(own, saved)
     check_weights(trainer.best, best["weights"])
     with torch.no_grad():
-        for name, weight in given.items():
+        for name, weight in saved.items():
             own[name].copy_(weight)
             trainer.best[name].copy_(best["weights"][name])
     trainer.optimizer.load_state_dict(state["optimizer"])

@@ -18,7 +18,7 @@ from suite.polychromic import advantages
 from suite.polychromic.batches import IGNORED, batch_of, prompts_of
 from suite.polychromic.chat import Encoded
 from suite.polychromic.config import DTYPES, TrainConfig
-from suite.polychromic.data import Given, examples_of
+from suite.polychromic.data import TrainerData, examples_of
 from suite.polychromic.drawn import SHAPES
 from suite.polychromic.lora import LAYERS
 from suite.polychromic.objective import nucleus, rows_of, texts
@@ -33,7 +33,9 @@ class Conventional:
     PerfsuiteError if transformers or PEFT is not installed.
     """
 
-    def __init__(self, config: TrainConfig, given: Given, device: torch.device | str, *, compiles: bool = True) -> None:
+    def __init__(
+        self, config: TrainConfig, data: TrainerData, device: torch.device | str, *, compiles: bool = True
+    ) -> None:
         try:
             import peft
             import transformers
@@ -41,8 +43,8 @@ class Conventional:
             raise PerfsuiteError(f"the conventional set-up needs transformers and peft: {error}") from None
         if config.quantization != "none":
             raise PerfsuiteError("the conventional set-up has no weights in 4 bits; use quantization: none")
-        self.config, self.given, self.device = config, given, torch.device(device)
-        base = _model(transformers, given, DTYPES[config.dtype], self.device)
+        self.config, self.data, self.device = config, data, torch.device(device)
+        base = _model(transformers, data, DTYPES[config.dtype], self.device)
         if config.activation_checkpoint:
             base.gradient_checkpointing_enable({"use_reentrant": False})
         settings = peft.LoraConfig(
@@ -61,7 +63,7 @@ class Conventional:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: config.rate(step) / config.learning_rate
         )
-        self.sentences = given.sentences(self.device)
+        self.sentences = data.sentences(self.device)
         if compiles:
             for block in base.model.layers:
                 block.forward = _compiled(block.forward)
@@ -72,13 +74,13 @@ class Conventional:
 
     def train_window(self, batch: Mapping[str, torch.Tensor]) -> None:
         """Run one optimizer step."""
-        config, examples = self.config, examples_of(self.config, self.given, self.steps, batch)
+        config, examples = self.config, examples_of(self.config, self.data, self.steps, batch)
         diversity = self._policy_gradient(examples[: config.prompts]) if config.diversity else None
         whole = sum(len(e.tokens) - e.prompt for e in examples)
         losses = []
         self.model.train()
         for at in range(0, len(examples), config.batch_size):
-            part = batch_of(examples[at : at + config.batch_size], self.given.chat.end, self.device)
+            part = batch_of(examples[at : at + config.batch_size], self.data.chat.end, self.device)
             logits = self.model(input_ids=part.tokens, use_cache=False).logits[:, :-1].float()
             labels = part.labels[:, 1:]
             loss = functional.cross_entropy(
@@ -97,7 +99,7 @@ class Conventional:
 
     def _policy_gradient(self, examples: Sequence[Encoded]) -> torch.Tensor:
         """Accumulate the gradient of −λ times the expected diversity. Return the mean diversity of the sets."""
-        config, end = self.config, self.given.chat.end
+        config, end = self.config, self.data.chat.end
         tokens, mask = self._left_padded(examples)
         self.model.eval()
         with torch.no_grad():
@@ -117,7 +119,7 @@ class Conventional:
             new = found[:, tokens.shape[1] :]
             new = functional.pad(new, (0, config.new_tokens - new.shape[1]), value=end)
             drawn = new.unflatten(0, (-1, config.replies))
-            said = texts(self.given.chat, drawn)
+            said = texts(self.data.chat, drawn)
             embedded = self.sentences.encoder(*self.sentences.tokenized(said, self.device))
             unit = functional.normalize(embedded, dim=-1).unflatten(0, (-1, config.replies))
             distances = 1 - unit @ unit.mT
@@ -141,17 +143,17 @@ class Conventional:
         The length is a multiple of `MULTIPLE`, because `generate` recompiles the model for each new length.
         """
         longest = -(-max(e.prompt for e in examples) // MULTIPLE) * MULTIPLE
-        rows = [[*[self.given.chat.end] * (longest - e.prompt), *e.tokens[: e.prompt]] for e in examples]
+        rows = [[*[self.data.chat.end] * (longest - e.prompt), *e.tokens[: e.prompt]] for e in examples]
         mask = [[*[0] * (longest - e.prompt), *[1] * e.prompt] for e in examples]
         return torch.tensor(rows, device=self.device), torch.tensor(mask, device=self.device)
 
 
-def _model(transformers: Any, given: Given, dtype: torch.dtype, device: torch.device) -> Any:
+def _model(transformers: Any, data: TrainerData, dtype: torch.dtype, device: torch.device) -> Any:
     """Load the model from its folder, or build one of the named size with random weights."""
-    if given.model not in SHAPES:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype, attn_implementation="sdpa")
+    if data.model not in SHAPES:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(data.model, dtype=dtype, attn_implementation="sdpa")
         return loaded.to(device)
-    shape = SHAPES[given.model]
+    shape = SHAPES[data.model]
     config = transformers.LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,

@@ -62,8 +62,8 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
-    """Inputs of a trainer: tokenized examples, and the folders of its models."""
+class TrainerData:
+    """Data of a trainer: tokenized examples, and the folders of its models."""
 
     chat: Chat
     model: str
@@ -115,16 +115,16 @@ class Steps(NumberedSteps):
 
     unit = "examples"
 
-    def __init__(self, given: Given, size: int, total: int, seed: int) -> None:
+    def __init__(self, trainer_data: TrainerData, size: int, total: int, seed: int) -> None:
         super().__init__(total)
-        self.given, self.size, self.seed = given, size, seed
+        self.trainer_data, self.size, self.seed = trainer_data, size, seed
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Return the number of examples that a step trains on."""
         return self.size
 
     def identity(self) -> dict[str, Any]:
-        return {"batch_size x accumulation": self.size, "seed": self.seed, "digest": self.given.digest}
+        return {"batch_size x accumulation": self.size, "seed": self.seed, "digest": self.trainer_data.digest}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,22 +132,22 @@ class Loaded:
     """The steps, the trainer's data, and a summary line for the user."""
 
     batches: Steps
-    given: Given
+    trainer_data: TrainerData
     summary: str
 
 
 def load(data: Data) -> Loaded:
     """Load the steps and data that `data` describes; PerfsuiteError if examples or models are missing."""
-    given, left_out = given_of(data)
+    trainer_data, left_out = trainer_data_of(data)
     summary = (
-        f"data: {len(given.training):,} examples to train on and {len(given.validation):,} to validate"
+        f"data: {len(trainer_data.training):,} examples to train on and {len(trainer_data.validation):,} to validate"
         f"{f', {left_out:,} left out whose prompt is too long' if left_out else ''}; model: {data.model}"
     )
-    steps = Steps(given, data.batch_size * data.accumulation, data.steps, data.seed)
-    return Loaded(batches=steps, given=given, summary=summary)
+    steps = Steps(trainer_data, data.batch_size * data.accumulation, data.steps, data.seed)
+    return Loaded(batches=steps, trainer_data=trainer_data, summary=summary)
 
 
-def given_of(data: Data) -> tuple[Given, int]:
+def trainer_data_of(data: Data) -> tuple[TrainerData, int]:
     """Return (trainer's data, number of examples dropped because their prompt is too long)."""
     is_drawn = data.model in drawn.SHAPES
     if not is_drawn and not os.path.isdir(data.model):  # Path.is_dir raises if the name is too long
@@ -162,20 +162,20 @@ def given_of(data: Data) -> tuple[Given, int]:
     kept = prepare(training, chat, data.length)
     held_out = prepare(validation, chat, data.length, needed=False)
     encoder = Path(data.encoder) if data.encoder is not None else None if is_drawn else sentences.packaged()
-    given = Given(
+    trainer_data = TrainerData(
         chat=chat,
         model=data.model if is_drawn else os.path.abspath(data.model),
         encoder=encoder.absolute() if encoder is not None else None,
         training=kept.examples,
         validation=held_out.examples,
     )
-    check_fits(given, data.length, data.new_tokens)
-    return given, kept.left_out + held_out.left_out
+    check_fits(trainer_data, data.length, data.new_tokens)
+    return trainer_data, kept.left_out + held_out.left_out
 
 
-def check_fits(given: Given, length: int, new_tokens: int) -> None:
+def check_fits(trainer_data: TrainerData, length: int, new_tokens: int) -> None:
     """Raise PerfsuiteError if the model's vocabulary or positions are too few for the examples and replies."""
-    shape, examples = given.shape, (*given.training, *given.validation)
+    shape, examples = trainer_data.shape, (*trainer_data.training, *trainer_data.validation)
     if length > shape.positions:
         raise PerfsuiteError(f"length={length}: the model has {shape.positions} positions; lower length")
     longest = max((e.prompt for e in examples), default=0)
@@ -184,11 +184,11 @@ def check_fits(given: Given, length: int, new_tokens: int) -> None:
             f"new_tokens={new_tokens}: the longest prompt has {longest} tokens, and the model {shape.positions} "
             "positions; lower new_tokens or length"
         )
-    highest = max((token for e in examples for token in e.tokens), default=given.chat.end)
-    if max(highest, given.chat.end) >= shape.vocabulary:
+    highest = max((token for e in examples for token in e.tokens), default=trainer_data.chat.end)
+    if max(highest, trainer_data.chat.end) >= shape.vocabulary:
         raise PerfsuiteError(
-            f"model={given.model}: its tokenizer has a token {max(highest, given.chat.end)}, and the model "
-            f"{shape.vocabulary} tokens; name a model with its own tokenizer"
+            f"model={trainer_data.model}: its tokenizer has a token {max(highest, trainer_data.chat.end)}, and the "
+            f"model {shape.vocabulary} tokens; name a model with its own tokenizer"
         )
 
 
@@ -199,10 +199,12 @@ def _examples(data: Data) -> Sequence[replies.Example]:
     return replies.distinct(found)
 
 
-def examples_of(config: TrainConfig, given: Given, step: int, batch: Mapping[str, torch.Tensor]) -> list[Encoded]:
+def examples_of(
+    config: TrainConfig, trainer_data: TrainerData, step: int, batch: Mapping[str, torch.Tensor]
+) -> list[Encoded]:
     """Return the examples of step `step`; ValueError if `batch["step"]` exists and differs from `step`."""
     check_step(batch, step)
-    return [given.training[n] for n in numbers(step, config.examples, len(given.training), config.seed)]
+    return [trainer_data.training[n] for n in numbers(step, config.examples, len(trainer_data.training), config.seed)]
 
 
 def uniforms(seed: int, step: int, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
@@ -213,6 +215,6 @@ def uniforms(seed: int, step: int, shape: tuple[int, ...], device: torch.device 
 
 def for_ablation(
     config: TrainConfig, data: Data, device: torch.device
-) -> tuple[Given, Iterator[Mapping[str, torch.Tensor]]]:
+) -> tuple[TrainerData, Iterator[Mapping[str, torch.Tensor]]]:
     """Return (data, infinite iterator of empty batches) for `perfsuite ablate`. Each trainer counts its own steps."""
-    return given_of(data)[0], itertools.repeat({})
+    return trainer_data_of(data)[0], itertools.repeat({})

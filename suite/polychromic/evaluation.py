@@ -9,7 +9,7 @@ import torch
 
 from suite.polychromic.batches import IGNORED, Prompts, batch_of, prompts_of
 from suite.polychromic.chat import Encoded
-from suite.polychromic.data import Given, uniforms
+from suite.polychromic.data import TrainerData, uniforms
 from suite.polychromic.llama import Llama
 from suite.polychromic.lora import without
 from suite.polychromic.objective import rows_of, sets_of, texts, widened_loss
@@ -24,29 +24,29 @@ EXAMPLES = 8
 """Examples per batch."""
 
 
-def quality(trainer: Any, given: Given) -> Mapping[str, float]:
+def quality(trainer: Any, trainer_data: TrainerData) -> Mapping[str, float]:
     """Return the metrics on the validation examples; an empty dict if there are none.
 
     held_out_loss   mean cross-entropy over the tokens of their replies
     diversity       mean pairwise distance of five sampled replies to the same prompt
     log_likelihood  mean over the sampled tokens under the model without its adapters; low for gibberish
     """
-    if not given.validation:
+    if not trainer_data.validation:
         return {}
-    config, model, end = trainer.config, trainer.model, given.chat.end
-    sentences = trainer.sentences or given.sentences(trainer.device)
-    prompts = list({e.tokens[: e.prompt]: e for e in given.validation}.values())[:PROMPTS]
+    config, model, end = trainer.config, trainer.model, trainer_data.chat.end
+    sentences = trainer.sentences or trainer_data.sentences(trainer.device)
+    prompts = list({e.tokens[: e.prompt]: e for e in trainer_data.validation}.values())[:PROMPTS]
     distances, likelihood, count = [], 0.0, 0
     for at in range(0, len(prompts), EXAMPLES):
         asked, drawn = replies_to(
             model, prompts[at : at + EXAMPLES], REPLIES, config.new_tokens, config.temperature, config.top_p, end, at
         )
-        distances += distances_of(sentences, texts(given.chat, drawn), REPLIES, trainer.device)
+        distances += distances_of(sentences, texts(trainer_data.chat, drawn), REPLIES, trainer.device)
         with without(trainer.adapters.values()):
             own, tokens = log_likelihood(model, asked, drawn, end)
         likelihood, count = likelihood + own, count + tokens
     return {
-        "held_out_loss": held_out_loss(model, given.validation, end),
+        "held_out_loss": held_out_loss(model, trainer_data.validation, end),
         "diversity": sum(distances) / len(distances),
         "log_likelihood": likelihood / count,
     }

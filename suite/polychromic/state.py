@@ -67,9 +67,9 @@ def state_of(trainer: Any) -> dict[str, Any]:
         "weights": copies(trainer.weights),
         "optimizer": optimizer_copies(trainer.optimizer.state_dict()),
         "steps": trainer.steps,
-        "model": trainer.given.model,
-        "model_digest": trainer.given.model_digest,
-        "encoder": str(trainer.given.encoder or ""),
+        "model": trainer.data.model,
+        "model_digest": trainer.data.model_digest,
+        "encoder": str(trainer.data.encoder or ""),
         "config": dataclasses.asdict(trainer.config),
     }
 
@@ -81,8 +81,8 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     """
     whole(state, "steps")
     check_weights(trainer.weights, state["weights"])
-    if state["model_digest"] != trainer.given.model_digest:
-        raise ValueError(f"it was trained on another model than that in {trainer.given.model}")
+    if state["model_digest"] != trainer.data.model_digest:
+        raise ValueError(f"it was trained on another model than that in {trainer.data.model}")
     with torch.no_grad():
         for name, weight in state["weights"].items():
             trainer.weights[name].copy_(weight)

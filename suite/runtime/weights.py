@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 
-def check_weights(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
+def check_weights(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError if a checkpoint's weights differ from the trainer's in names or shapes, or in being complex."""
-    if others := own.keys() ^ given.keys():
+    if others := own.keys() ^ saved.keys():
         names = ", ".join(sorted(map(str, others)))
         raise ValueError(f"the weights {names} are only in the checkpoint, or only here")
-    for name, weight in given.items():
+    for name, weight in saved.items():
         if not isinstance(weight, torch.Tensor) or weight.is_complex() != own[name].is_complex():
             raise ValueError(f"{name} is no tensor in the checkpoint, or one of complex numbers")
         if weight.shape != own[name].shape:

@@ -37,9 +37,9 @@ def state_of(trainer: Any) -> dict[str, Any]:
 def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     """Copy a state into a trainer's own tensors. ValueError if a shape differs or a weight is missing."""
     for name in TENSORS:
-        own, given = getattr(trainer, name), state[name]
-        if own.shape != given.shape:
-            raise ValueError(f"{name} has shape {list(given.shape)} in the checkpoint and {list(own.shape)} here")
+        own, saved = getattr(trainer, name), state[name]
+        if own.shape != saved.shape:
+            raise ValueError(f"{name} has shape {list(saved.shape)} in the checkpoint and {list(own.shape)} here")
     check_weights(trainer.weights, state["weights"])
     written, windows = whole(state, "written"), whole(state, "windows")
     for name in TENSORS:

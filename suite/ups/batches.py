@@ -198,17 +198,17 @@ class Maker:
     ValueError if the batch size does not divide into the shares of the tasks.
     """
 
-    given: Mixture
+    mixture: Mixture
     config: TrainConfig
     every: bool = False
     """If True, batches without inverse losses also contain fields and query points."""
     counts: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "counts", self.given.counts(self.config.batch_size))
+        object.__setattr__(self, "counts", self.mixture.counts(self.config.batch_size))
 
     def __getitem__(self, number: int) -> MicroBatch:
-        parts = [self._part(place, number) for place in range(len(self.given.tasks))]
+        parts = [self._part(place, number) for place in range(len(self.mixture.tasks))]
         return MicroBatch(number=number, parts=tuple(parts), scales=self.scales(number))
 
     def scales(self, number: int) -> torch.Tensor:
@@ -218,7 +218,7 @@ class Maker:
 
     def rows(self, place: int, number: int) -> torch.Tensor:
         """Return the rows of a task's latents before the step for a micro-batch, int64 [B]."""
-        task, count = self.given.tasks[place], self.counts[place]
+        task, count = self.mixture.tasks[place], self.counts[place]
         first = self._of_all(number) * count
         examples = task.count()
         indices = []
@@ -234,16 +234,16 @@ class Maker:
 
     def queries(self, place: int, number: int) -> torch.Tensor:
         """Return the query points of a task for a micro-batch, int64 [Q], as indices into the flattened grid."""
-        points = self.given.tasks[place].fields.points.shape[:-1].numel()
+        points = self.mixture.tasks[place].fields.points.shape[:-1].numel()
         return query_indices(points, self.config.num_queries, self.generator(number, -1 - place))
 
     def fields(self, place: int, rows: torch.Tensor) -> torch.Tensor:
         """Return the fields that belong to rows of the latents, float32 [B, *grid, 1]."""
-        fields = self.given.tasks[place].fields
+        fields = self.mixture.tasks[place].fields
         return torch.stack([fields.at(*divmod(row, fields.states)) for row in rows.tolist()]).unsqueeze(-1)
 
     def _part(self, place: int, number: int) -> TaskPart:
-        task, rows = self.given.tasks[place], self.rows(place, number)
+        task, rows = self.mixture.tasks[place], self.rows(place, number)
         with_fields = self.every or self.config.has_inverse(number)
         coded = self.coded(place, number, rows) if with_fields else rows[:0]
         field = self.fields(place, coded) if with_fields else torch.empty(0, *task.fields.grid, 1)
@@ -264,14 +264,14 @@ class Maker:
 
     def first(self) -> MicroBatch:
         """Return the first micro-batch of rank 0, whichever rank calls it."""
-        return dataclasses.replace(self, given=dataclasses.replace(self.given, rank=0))[0]
+        return dataclasses.replace(self, mixture=dataclasses.replace(self.mixture, rank=0))[0]
 
     def _of_all(self, number: int) -> int:
         """Return the global number of a micro-batch, counted over all ranks.
 
         The ranks' micro-batches are interleaved, so the micro-batches of a step depend only on ranks × accumulation.
         """
-        return number * self.given.ranks + self.given.rank
+        return number * self.mixture.ranks + self.mixture.rank
 
 
 class Feed:
@@ -338,10 +338,10 @@ class Steps(NumberedSteps):
     unit = "examples"
     raised_by = "steps or epochs"
 
-    def __init__(self, given: Mixture, data: Data) -> None:
-        self.given, self.data = given, data
-        self.count = data.batch_size * data.accumulation * given.ranks
-        epoch = max(given.examples() // self.count, 1)
+    def __init__(self, mixture: Mixture, data: Data) -> None:
+        self.mixture, self.data = mixture, data
+        self.count = data.batch_size * data.accumulation * mixture.ranks
+        epoch = max(mixture.examples() // self.count, 1)
         super().__init__(data.steps if data.steps is not None else data.epochs * epoch)
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
@@ -353,7 +353,7 @@ class Steps(NumberedSteps):
             "batch_size x accumulation x ranks": self.count,
             "advection_share": self.data.advection_share,
             "seed": self.data.seed,
-            "digest": self.given.digest,
+            "digest": self.mixture.digest,
         }
 
 
@@ -362,16 +362,16 @@ class Loaded:
     """The data of a trainer, and a line that names their origin."""
 
     batches: Steps
-    given: Mixture
+    trainer_data: Mixture
     summary: str
 
 
 def load(data: Data, rank: int = 0, ranks: int = 1) -> Loaded:
     """Open the data that a configuration describes; PerfsuiteError if they are missing or invalid."""
-    given = mixture_of(data, rank, ranks)
-    parts = [f"{task.count():,} training examples of {task.fields.name}" for task in given.tasks]
+    mixture = mixture_of(data, rank, ranks)
+    parts = [f"{task.count():,} training examples of {task.fields.name}" for task in mixture.tasks]
     summary = f"data: {' and '.join(parts)}"
-    return Loaded(batches=Steps(given, data), given=given, summary=summary)
+    return Loaded(batches=Steps(mixture, data), trainer_data=mixture, summary=summary)
 
 
 def mixture_of(data: Data, rank: int = 0, ranks: int = 1) -> Mixture:

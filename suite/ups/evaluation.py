@@ -79,7 +79,7 @@ def data_for(config: TrainConfig, data: Data) -> Data:
 
 
 def loaded(
-    config: TrainConfig, given: Mixture, state: Mapping[str, Any], device: torch.device, weights: Weights = "averages"
+    config: TrainConfig, mixture: Mixture, state: Mapping[str, Any], device: torch.device, weights: Weights = "averages"
 ) -> tuple[Networks, Step]:
     """Return (networks, step in time) from a checkpoint's state.
 
@@ -88,10 +88,10 @@ def loaded(
     chosen = KEYS[weights]
     try:
         if config.stage == "operator":
-            networks = Networks(config, given).to(device).requires_grad_(False)
+            networks = Networks(config, mixture).to(device).requires_grad_(False)
             take(networks.weights(), state[chosen])
             return networks.eval(), networks.operator
-        refiner = Refiner(config, given, begin=False).to(device).requires_grad_(False)
+        refiner = Refiner(config, mixture, begin=False).to(device).requires_grad_(False)
         take(refiner.weights(), state[chosen])
         take(refiner.kept(), state["kept"])
     except KeyError as error:
@@ -107,35 +107,35 @@ def loaded(
     return refiner.frozen.eval(), step
 
 
-def quality(trainer: Any, given: Mixture) -> dict[str, float]:
+def quality(trainer: Any, mixture: Mixture) -> dict[str, float]:
     """Return the errors at the first and last step of a rollout and the held-out loss, for `perfsuite ab`."""
     kept = trainer.refiner.kept() if trainer.refiner is not None else {}
     state = {"averages": trainer.averages, "weights": trainer.weights, "kept": kept}
     found: dict[str, float] = {}
     for weights in get_args(Weights):
-        networks, step = loaded(trainer.config, given, state, trainer.device, weights)
-        scores, _ = evaluate(networks, given, trainer.device, ROLLOUT, step)
+        networks, step = loaded(trainer.config, mixture, state, trainer.device, weights)
+        scores, _ = evaluate(networks, mixture, trainer.device, ROLLOUT, step)
         last = {score.task: score.step for score in scores}
         for score in scores:
             if score.step in (1, last[score.task]):
                 found[f"NRMSE of {score.task}, step {score.step}, {weights}"] = score.nrmse
                 found[f"NRMSE of {score.task}'s latents, step {score.step}, {weights}"] = score.latent_nrmse
         found[f"held-out loss without inverse losses, {weights}"] = held_out_loss(
-            trainer.config, given, trainer.device, step
+            trainer.config, mixture, trainer.device, step
         )
     return found
 
 
 @torch.no_grad()
-def held_out_loss(config: TrainConfig, given: Mixture, device: torch.device, step: Step) -> float:
+def held_out_loss(config: TrainConfig, mixture: Mixture, device: torch.device, step: Step) -> float:
     """Return the loss of one step in time over validation examples, without the inverse losses.
 
     Configurations with different schedules of the inverse losses can thus be compared. At most `EXAMPLES` examples per
     task are drawn with a fixed seed. Each task is weighted by its share of a batch.
     """
-    shares = [1.0] if len(given.tasks) == 1 else [float(given.share), 1 - float(given.share)]
+    shares = [1.0] if len(mixture.tasks) == 1 else [float(mixture.share), 1 - float(mixture.share)]
     total = 0.0
-    for share, task in zip(shares, given.tasks, strict=True):
+    for share, task in zip(shares, mixture.tasks, strict=True):
         count = task.count("validation")
         # Evenly spaced examples could all be at the same time, because all samples have the same number of states.
         chosen = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:EXAMPLES].sort().values
@@ -152,7 +152,7 @@ def held_out_loss(config: TrainConfig, given: Mixture, device: torch.device, ste
 
 @torch.no_grad()
 def evaluate(
-    networks: Networks, given: Mixture, device: torch.device, rollout: int, step: Step | None = None
+    networks: Networks, mixture: Mixture, device: torch.device, rollout: int, step: Step | None = None
 ) -> tuple[list[Score], list[Example]]:
     """Predict all validation samples step by step from their first states. Return (scores, an example of each task).
 
@@ -160,7 +160,7 @@ def evaluate(
     step     function that steps the latents in time; None: the operator
     """
     scores, examples = [], []
-    for task in given.tasks:
+    for task in mixture.tasks:
         steps = min(rollout, task.fields.states - 1)
         sums = torch.zeros(steps, 4, dtype=torch.float64)
         cells = math.prod(task.fields.grid)

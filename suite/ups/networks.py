@@ -27,15 +27,15 @@ class Networks(nn.Module):
     The encoders start as copies of the frozen encoders. The cached latents still come from the frozen encoders.
     """
 
-    def __init__(self, config: UpsConfig, given: Mixture) -> None:
+    def __init__(self, config: UpsConfig, mixture: Mixture) -> None:
         super().__init__()
         with seeded_on_cpu(config.seed):
             self.operator = make_operator(config)
-            self.decoders = nn.ModuleDict({t.task: make_decoder(config, len(t.fields.grid)) for t in given.tasks})
+            self.decoders = nn.ModuleDict({t.task: make_decoder(config, len(t.fields.grid)) for t in mixture.tasks})
         self.encoders = nn.ModuleDict(
             {
                 t.task: frozen_encoder(t.task, config.tokens, config.latent_width, config.seed).requires_grad_()
-                for t in given.tasks
+                for t in mixture.tasks
             }
         )
 

@@ -16,9 +16,9 @@ class Resident:
 
     def __init__(self, maker: Maker, device: torch.device) -> None:
         self._maker, self._device = maker, device
-        self._latents = [task.latents.rows.to(device) for task in maker.given.tasks]
+        self._latents = [task.latents.rows.to(device) for task in maker.mixture.tasks]
         self._fields = []
-        for task in maker.given.tasks:
+        for task in maker.mixture.tasks:
             samples = [task.fields.read(sample) for sample in range(task.fields.samples)]
             self._fields.append(torch.cat(samples).unsqueeze(-1).to(device))
 
@@ -31,7 +31,7 @@ class Resident:
         return MicroBatch(number=number, parts=tuple(parts), scales=self._maker.scales(number))
 
     def _part(self, place: int, number: int) -> TaskPart:
-        maker, task = self._maker, self._maker.given.tasks[place]
+        maker, task = self._maker, self._maker.mixture.tasks[place]
         rows = maker.rows(place, number)
         with_fields = maker.every or maker.config.has_inverse(number)
         coded = maker.coded(place, number, rows) if with_fields else rows[:0]

@@ -69,7 +69,7 @@ class Denoiser(Operator):
 class Refiner(nn.Module):
     """The networks of a stage after the operator stage. Only the denoiser is trained."""
 
-    def __init__(self, config: TrainConfig, given: Mixture, *, begin: bool = True) -> None:
+    def __init__(self, config: TrainConfig, mixture: Mixture, *, begin: bool = True) -> None:
         """Build the networks, and load the averaged weights from the previous stage's checkpoint, `config.init`.
 
         begin  whether to load these weights; if False, the caller must set all weights
@@ -78,7 +78,7 @@ class Refiner(nn.Module):
         """
         super().__init__()
         self.stage = config.stage
-        self.frozen = Networks(config, given).requires_grad_(False)
+        self.frozen = Networks(config, mixture).requires_grad_(False)
         with seeded_on_cpu(config.seed):
             self.denoiser = Denoiser(config)
         self.teacher = Denoiser(config).requires_grad_(False) if config.stage == "consistency" else None
@@ -221,10 +221,10 @@ def opened(path: Path) -> tuple[Path, Checkpoint, TrainConfig]:
 
 
 @torch.no_grad()
-def take(own: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> None:
-    """Copy the tensors `given` into `own`. ValueError if one is missing or has another shape."""
-    check_weights(own, given)
-    for name, weight in given.items():
+def take(own: Mapping[str, torch.Tensor], saved: Mapping[str, Any]) -> None:
+    """Copy the tensors `saved` into `own`. ValueError if one is missing or has another shape."""
+    check_weights(own, saved)
+    for name, weight in saved.items():
         own[name].copy_(weight)
 
 
@@ -244,8 +244,8 @@ class Parts:
 def networks_of(config: TrainConfig, maker: Maker, device: torch.device, dtype: torch.dtype = torch.float32) -> Parts:
     """Build the networks of a stage. After the operator stage, load the weights of the previous stage."""
     if config.stage == "operator":
-        return Parts(Networks(config, maker.given).to(device, dtype), None)
-    refiner = Refiner(config, maker.given).to(device, dtype)
+        return Parts(Networks(config, maker.mixture).to(device, dtype), None)
+    refiner = Refiner(config, maker.mixture).to(device, dtype)
     refiner.measure(maker.first())
     return Parts(refiner.frozen, refiner)
 

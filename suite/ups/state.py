@@ -35,7 +35,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
         "optimizers": {name: optimizer.state_dict() for name, optimizer in trainer.optimizers.items()},
         "scale": trainer.scale.state_dict(),
         "steps": trainer.steps,
-        "data": trainer.given.digest,
+        "data": trainer.mixture.digest,
         "config": dataclasses.asdict(trainer.config),
     }
 
@@ -47,9 +47,9 @@ def gathered(trainer: Any, parts: Mapping[str, torch.Tensor]) -> dict[str, torch
 
 
 @torch.no_grad()
-def take(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> None:
-    """Copy the tensors `given` into `own`, by name."""
-    for name, weight in given.items():
+def take(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    """Copy the tensors `saved` into `own`, by name."""
+    for name, weight in saved.items():
         own[name].copy_(weight)
 
 

@@ -20,24 +20,24 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None)
 
 
-def is_sharded(config: TrainConfig, given: Mixture) -> bool:
+def is_sharded(config: TrainConfig, mixture: Mixture) -> bool:
     """Return whether the parameters are sharded: `use_fsdp2` on, several ranks, and the operator stage."""
-    return config.use_fsdp2 and given.ranks > 1 and config.stage == "operator"
+    return config.use_fsdp2 and mixture.ranks > 1 and config.stage == "operator"
 
 
-def is_shared(config: TrainConfig, given: Mixture) -> bool:
+def is_shared(config: TrainConfig, mixture: Mixture) -> bool:
     """Return whether each rank updates only a part of the weights.
 
     This needs `shared_optimizer` on, several ranks, the operator stage, and parameters that are not sharded.
     """
-    several = given.ranks > 1 and config.stage == "operator"
-    return config.shared_optimizer and several and not is_sharded(config, given)
+    several = mixture.ranks > 1 and config.stage == "operator"
+    return config.shared_optimizer and several and not is_sharded(config, mixture)
 
 
-def note_what_is_ignored(config: TrainConfig, given: Mixture) -> None:
+def note_what_is_ignored(config: TrainConfig, mixture: Mixture) -> None:
     """Warn if `use_fsdp2` is set but has no effect."""
-    if config.use_fsdp2 and not is_sharded(config, given):
-        reason = "a single process trains" if given.ranks == 1 else f"the stage {config.stage} trains few weights"
+    if config.use_fsdp2 and not is_sharded(config, mixture):
+        reason = "a single process trains" if mixture.ranks == 1 else f"the stage {config.stage} trains few weights"
         warnings.warn(f"use_fsdp2: {reason}, so that nothing is sharded", RuntimeWarning, stacklevel=3)
 
 

@@ -16,7 +16,7 @@ from suite import trainers
 from suite.commands.reply import reply
 from suite.commands.train import train
 from suite.polychromic.batches import prompts_of
-from suite.polychromic.data import EVERY, Given, uniforms
+from suite.polychromic.data import EVERY, TrainerData, uniforms
 
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed: pip install 'perfsuite[train]'")
 pytest.importorskip("tokenizers", reason="tokenizers is not installed: pip install 'perfsuite[train]'")
@@ -101,19 +101,19 @@ def test_quality_matches_values_computed_from_the_validation_examples() -> None:
     data_config, load = trainers.data_config_of("polychromic"), trainers.data_of("polychromic")
     loaded = load(data_config(synthetic=40, length=64, batch_size=2, accumulation=2, validation=0.3))
     config = trainers.config_of("polychromic")(length=64, accumulation=2, prompts=2, new_tokens=5)
-    trainer = trainers.build("polychromic", config, loaded.given, torch.device("cpu"), "optimized")
+    trainer = trainers.build("polychromic", config, loaded.trainer_data, torch.device("cpu"), "optimized")
     for adapter in trainer.adapters.values():
         adapter.lora_b.data.normal_(std=0.1, generator=torch.Generator().manual_seed(adapter.number))
-    found = trainers.quality_of("polychromic")(trainer, loaded.given)
+    found = trainers.quality_of("polychromic")(trainer, loaded.trainer_data)
     assert found.keys() == {"held_out_loss", "diversity", "log_likelihood"}
     assert 5 < found["held_out_loss"] < 6  # the vocabulary has 258 tokens
-    untouched = loaded.given.language_model(torch.float32, "cpu")
+    untouched = loaded.trainer_data.language_model(torch.float32, "cpu")
     likelihoods: list[torch.Tensor] = []
-    said, examples = [], {e.tokens[: e.prompt]: e for e in loaded.given.validation}
+    said, examples = [], {e.tokens[: e.prompt]: e for e in loaded.trainer_data.validation}
     for number, at in enumerate(range(0, len(examples), 8)):
         part = list(examples.values())[at : at + 8]
         numbers = uniforms(8 * number, 0, (len(part), 5, 5), "cpu")
-        prompts = prompts_of(part, loaded.given.chat.end, "cpu")
+        prompts = prompts_of(part, loaded.trainer_data.chat.end, "cpu")
         drawn = batched_generation(
             trainer.model, prompts.tokens, prompts.lengths, numbers, config.temperature, config.top_p, 1
         )
@@ -123,13 +123,13 @@ def test_quality_matches_values_computed_from_the_validation_examples() -> None:
                 whole = torch.tensor([*example.tokens[: example.prompt], *own])
                 log_p = untouched(whole[None])[0].detach().log_softmax(-1)
                 likelihoods.append(log_p[example.prompt - 1 : -1].gather(1, torch.tensor(own)[:, None]))
-        said += [[loaded.given.chat.decode(reply) for reply in of_prompt] for of_prompt in drawn.tolist()]
+        said += [[loaded.trainer_data.chat.decode(reply) for reply in of_prompt] for of_prompt in drawn.tolist()]
     embedded = [trainer.sentences.encoder(*trainer.sentences.tokenized(of_prompt, "cpu")) for of_prompt in said]
     expected = torch.stack([mean_pairwise_cosine(of_prompt) for of_prompt in embedded]).mean()
     assert found["diversity"] == pytest.approx(float(expected), rel=1e-4)
     assert 0 < found["diversity"] < 1
-    logits = [trainer.model(torch.tensor([e.tokens]))[0, e.prompt - 1 : -1] for e in loaded.given.validation]
-    labels = [torch.tensor(e.tokens[e.prompt :]) for e in loaded.given.validation]
+    logits = [trainer.model(torch.tensor([e.tokens]))[0, e.prompt - 1 : -1] for e in loaded.trainer_data.validation]
+    labels = [torch.tensor(e.tokens[e.prompt :]) for e in loaded.trainer_data.validation]
     expected = torch.nn.functional.cross_entropy(torch.cat(logits).detach(), torch.cat(labels))
     assert found["held_out_loss"] == pytest.approx(float(expected), rel=1e-5)
     assert found["log_likelihood"] == pytest.approx(float(torch.cat(likelihoods).mean()), rel=1e-5)
@@ -174,5 +174,7 @@ def test_model_digest_covers_later_tensors(tmp_path: Path) -> None:
         later = changed * EVERY or bytes(EVERY)
         (folder / "model.safetensors").write_bytes(bytes(20 * EVERY) + later + bytes(5))
         given: Any = None
-        digests.append(Given(chat=given, model=str(folder), encoder=None, training=(), validation=()).model_digest)
+        digests.append(
+            TrainerData(chat=given, model=str(folder), encoder=None, training=(), validation=()).model_digest
+        )
     assert digests[0] == digests[2] != digests[1]

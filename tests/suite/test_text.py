@@ -209,7 +209,7 @@ def test_pack_fills_rows_and_masks_the_padding(count: int) -> None:
 
 def test_load_returns_batches_vocabulary_and_summary(tokenizers: Any, folder: Path) -> None:
     found = load(Data(data=str(folder), vocabulary=300, sequence_length=8, batch_size=4))
-    assert found.given == 300
+    assert found.trainer_data == 300
     assert found.summary.startswith(f"data: 4 files of {folder}, ")
     assert "left out: 1 not UTF-8, 1 empty" in found.summary
     assert next(found.batches)["input_ids"].shape == (4, 8)

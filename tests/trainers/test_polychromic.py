@@ -50,7 +50,7 @@ LONG, DAY = scale.count(quick=8, full=DATA.steps), scale.count(quick=4, full=8)
 
 @pytest.fixture(scope="module")
 def given():
-    return load(DATA).given
+    return load(DATA).trainer_data
 
 
 # --- the pair -------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ MODELS = {shape.width: name for name, shape in drawn.SHAPES.items()}
 @functools.cache
 def given_for(model):
     """Return the data for this model, which does not depend on the pair's other inputs."""
-    return load(dataclasses.replace(DATA, model=model)).given
+    return load(dataclasses.replace(DATA, model=model)).trainer_data
 
 
 def steps(kind):
@@ -270,7 +270,7 @@ def given_wide(monkeypatch):
     """Return the data for a model whose layers have a multiple of 64 inputs."""
     wide = dataclasses.replace(drawn.SHAPES["tiny"], width=64, head_width=16)
     monkeypatch.setattr(drawn, "SHAPES", {**drawn.SHAPES, "wide": wide})
-    return load(dataclasses.replace(DATA, model="wide")).given
+    return load(dataclasses.replace(DATA, model="wide")).trainer_data
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -469,7 +469,7 @@ def test_invalid_config_field_is_named(fields, words):
 )
 def test_invalid_data_setting_is_named(fields, words):
     with pytest.raises(PerfsuiteError, match=words):
-        load(dataclasses.replace(DATA, **fields)).given.sentences("cpu")
+        load(dataclasses.replace(DATA, **fields)).trainer_data.sentences("cpu")
 
 
 def test_data_position_from_other_examples_is_rejected(given):
@@ -477,7 +477,7 @@ def test_data_position_from_other_examples_is_rejected(given):
     state = steps.state_dict()
     steps.load_state_dict(state)
     with pytest.raises(PerfsuiteError, match="the data has changed"):
-        Steps(load(dataclasses.replace(DATA, synthetic=30)).given, 4, 12, 0).load_state_dict(state)
+        Steps(load(dataclasses.replace(DATA, synthetic=30)).trainer_data, 4, 12, 0).load_state_dict(state)
 
 
 def test_sentence_encoder_is_loaded_from_a_folder(tmp_path):

@@ -45,7 +45,7 @@ def test_optimized_curves_match_the_reference_over_100_steps_in_float32():
     config = TrainConfig(
         prompts=2, replies=3, new_tokens=6, learning_rate=5e-3, rank=4, alpha=8.0, diversity=0.5, **fields
     )
-    given = load(Data(synthetic=64, **fields)).given
+    given = load(Data(synthetic=64, **fields)).trainer_data
     truth = curve(Reference(config, given, "cpu", torch.float64))
     runs = [curve(Reference(config, given, "cpu"))]
     runs += [curve(a_rounding_away(Reference(config, given, "cpu"), seed)) for seed in range(NEIGHBOURS)]

@@ -62,16 +62,16 @@ DATA = Data(tokens=8, latent_width=8, batch_size=4, accumulation=2, synthetic=4,
 
 
 @pytest.fixture(scope="module")
-def given():
-    return load(DATA).given
+def mixture():
+    return load(DATA).trainer_data
 
 
-def made(kind, given, config=SMALL, **options):
-    return kind(config, given, "cpu", **options)
+def made(kind, mixture, config=SMALL, **options):
+    return kind(config, mixture, "cpu", **options)
 
 
-def trained(kind, given, config=SMALL, steps=STEPS):
-    trainer = made(kind, given, config)
+def trained(kind, mixture, config=SMALL, steps=STEPS):
+    trainer = made(kind, mixture, config)
     for _ in range(steps):
         trainer.train_window({})
     return trainer
@@ -87,11 +87,11 @@ def curve(trainer, steps=STEPS):
 
 
 @pytest.fixture(scope="module")
-def known(given):
+def known(mixture):
     """Return (truth, deviation by float32 rounding up to each step)."""
-    truth = curve(made(Reference, given, dtype=torch.float64))
-    runs = [curve(made(Reference, given))]
-    runs += [curve(a_rounding_away(made(Reference, given), seed)) for seed in range(NEIGHBOURS)]
+    truth = curve(made(Reference, mixture, dtype=torch.float64))
+    runs = [curve(made(Reference, mixture))]
+    runs += [curve(a_rounding_away(made(Reference, mixture), seed)) for seed in range(NEIGHBOURS)]
     return truth, deviation_of(runs, truth)
 
 
@@ -229,13 +229,13 @@ ups = Pair(
 # --- loss curves ----------------------------------------------------------------------------------------------------
 
 
-def test_optimized_loss_curve_matches_the_reference(given, known):
-    assert share(curve(made(Optimized, given)), known) <= 1
+def test_optimized_loss_curve_matches_the_reference(mixture, known):
+    assert share(curve(made(Optimized, mixture)), known) <= 1
 
 
-def test_reference_loss_falls_and_all_weights_change(given, known):
+def test_reference_loss_falls_and_all_weights_change(mixture, known):
     assert known[0][-1] < 0.9 * known[0][0]
-    trainer = made(Reference, given)
+    trainer = made(Reference, mixture)
     before = {name: weight.detach().clone() for name, weight in trainer.weights.items()}
     trainer.train_window({})
     assert not any(torch.equal(weight, before[name]) for name, weight in trainer.weights.items())
@@ -243,34 +243,34 @@ def test_reference_loss_falls_and_all_weights_change(given, known):
 
 @pytest.mark.parametrize("name", [*TECHNIQUES, *TRADES])
 @pytest.mark.parametrize("alone", [False, pytest.param(True, marks=FULLY)])
-def test_toggling_one_switch_keeps_the_loss_curve(name, alone, given, known):
+def test_toggling_one_switch_keeps_the_loss_curve(name, alone, mixture, known):
     config = without_techniques(SMALL) if alone else SMALL
     config = dataclasses.replace(config, **{name: alone or not getattr(config, name)})
-    assert share(curve(made(Optimized, given, config)), known) <= 1
+    assert share(curve(made(Optimized, mixture, config)), known) <= 1
 
 
-def test_loss_curves_match_with_muon_in_bfloat16(given):
+def test_loss_curves_match_with_muon_in_bfloat16(mixture):
     config = dataclasses.replace(SMALL, muon_in_bfloat16=True)
-    truth = curve(made(Reference, given, config, dtype=torch.float64))
-    runs = [curve(a_rounding_away(made(Reference, given, config), seed)) for seed in range(NEIGHBOURS)]
-    found = curve(made(Optimized, given, config))
+    truth = curve(made(Reference, mixture, config, dtype=torch.float64))
+    runs = [curve(a_rounding_away(made(Reference, mixture, config), seed)) for seed in range(NEIGHBOURS)]
+    found = curve(made(Optimized, mixture, config))
     assert share_of_rule(found, truth, deviation_of(runs, truth), torch.float32) <= 1
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_losses_match_and_weights_are_finite(precision, given, known):
+def test_half_precision_losses_match_and_weights_are_finite(precision, mixture, known):
     config = dataclasses.replace(SMALL, precision=precision)
-    ends = [curve(made(kind, given, config)) for kind in (Reference, Optimized)]
+    ends = [curve(made(kind, mixture, config)) for kind in (Reference, Optimized)]
     assert torch.stack(ends).isfinite().all()
     torch.testing.assert_close(ends[0], ends[1], rtol=0.02, atol=0)
     torch.testing.assert_close(ends[1], known[0], rtol=0.05, atol=0)
-    trainer = trained(Optimized, given, config)
+    trainer = trained(Optimized, mixture, config)
     assert all(w.isfinite().all() for w in (*trainer.weights.values(), *trainer.averages.values()))
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_overflowing_gradients_skip_the_step_and_halve_the_loss_scale(kind, given):
-    trainer = made(kind, given, dataclasses.replace(SMALL, precision="fp16"))
+def test_overflowing_gradients_skip_the_step_and_halve_the_loss_scale(kind, mixture):
+    trainer = made(kind, mixture, dataclasses.replace(SMALL, precision="fp16"))
     trainer.scale.value = 2.0**120
     before = {name: weight.detach().clone() for name, weight in trainer.weights.items()}
     trainer.train_window({})
@@ -279,9 +279,9 @@ def test_overflowing_gradients_skip_the_step_and_halve_the_loss_scale(kind, give
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_encoders_and_decoders_change_only_in_steps_with_inverse_losses(kind, given):
+def test_encoders_and_decoders_change_only_in_steps_with_inverse_losses(kind, mixture):
     """Micro-batches 0, 3, 6 and 9 have inverse losses: the third of five two-batch steps has none."""
-    trainer = made(kind, given)
+    trainer = made(kind, mixture)
     changed = []
     for _ in range(5):
         before = {name: trainer.weights[name].detach().clone() for name in trainer.groups["coders"]}
@@ -291,11 +291,11 @@ def test_encoders_and_decoders_change_only_in_steps_with_inverse_losses(kind, gi
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_coder_rate_scales_only_the_updates_of_encoders_and_decoders(kind, given):
+def test_coder_rate_scales_only_the_updates_of_encoders_and_decoders(kind, mixture):
     """Three times the rate moves them three times as far, and the operator as far as before."""
     moved = []
     for factor in (1.0, 3.0):
-        trainer = kind(dataclasses.replace(SMALL, coder_rate=factor), given, "cpu")
+        trainer = kind(dataclasses.replace(SMALL, coder_rate=factor), mixture, "cpu")
         before = {name: weight.detach().clone() for name, weight in trainer.weights.items()}
         trainer.train_window({})
         moved.append({name: weight.detach() - before[name] for name, weight in trainer.weights.items()})
@@ -306,40 +306,40 @@ def test_coder_rate_scales_only_the_updates_of_encoders_and_decoders(kind, given
 
 
 @pytest.mark.parametrize("kind", [Reference, Optimized])
-def test_encoders_and_decoders_do_not_change_without_inverse_losses(kind, given):
+def test_encoders_and_decoders_do_not_change_without_inverse_losses(kind, mixture):
     config = dataclasses.replace(SMALL, lambda_enc=0.0, lambda_dec=0.0)
-    trainer = made(kind, given, config)
+    trainer = made(kind, mixture, config)
     before = {name: trainer.weights[name].detach().clone() for name in trainer.groups["coders"]}
     trainer.train_window({})
     assert all(torch.equal(trainer.weights[name], weight) for name, weight in before.items())
 
 
-def test_decoder_is_not_called_without_inverse_losses(given, monkeypatch):
+def test_decoder_is_not_called_without_inverse_losses(mixture, monkeypatch):
     config = dataclasses.replace(SMALL, lambda_enc=0.0, lambda_dec=0.0)
-    trainer = made(Optimized, given, config)
+    trainer = made(Optimized, mixture, config)
     monkeypatch.setattr(trainer.networks.decoder("darcy2d"), "forward", None)
     trainer.train_window({})
-    other = made(Optimized, given)
+    other = made(Optimized, mixture)
     monkeypatch.setattr(other.networks.decoder("darcy2d"), "forward", None)
     with pytest.raises(TypeError):
         other.train_window({})
 
 
-def test_activation_checkpoint_keeps_the_loss_curve_bit_for_bit(given):
+def test_activation_checkpoint_keeps_the_loss_curve_bit_for_bit(mixture):
     plain, checkpointed = (
-        curve(made(Optimized, given, dataclasses.replace(SMALL, activation_checkpoint=on))) for on in (False, True)
+        curve(made(Optimized, mixture, dataclasses.replace(SMALL, activation_checkpoint=on))) for on in (False, True)
     )
     assert torch.equal(plain, checkpointed)
 
 
-def test_cpu_offload_uses_offloaded_hybrid_and_changes_all_weights(given):
-    trainer = made(Optimized, given, dataclasses.replace(SMALL, cpu_offload_optimizer=True))
+def test_cpu_offload_uses_offloaded_hybrid_and_changes_all_weights(mixture):
+    trainer = made(Optimized, mixture, dataclasses.replace(SMALL, cpu_offload_optimizer=True))
     assert all(type(o) is OffloadedHybrid for o in trainer.optimizers.values())
     before = {name: weight.detach().clone() for name, weight in trainer.weights.items()}
     trainer.train_window({})
     assert not any(torch.equal(weight, before[name]) for name, weight in trainer.weights.items())
     # The optimizers that the trainer steps are these: their state and the weights are those without the switch.
-    plain = trained(Optimized, given, steps=1)
+    plain = trained(Optimized, mixture, steps=1)
     states = [{name: o.state_dict() for name, o in t.optimizers.items()} for t in (trainer, plain)]
     assert same(*states)
     assert all(m.any() for state in states[0].values() for m in state["muon"]["momenta"])
@@ -361,8 +361,8 @@ def test_offloaded_hybrid_step_equals_hybrid_muon_adamw():
     assert same(steps[0].state_dict(), steps[1].state_dict())
 
 
-def test_averages_are_an_exponential_moving_average_of_the_weights(given):
-    trainer = made(Optimized, given, dataclasses.replace(SMALL, ema_decay=0.75))
+def test_averages_are_an_exponential_moving_average_of_the_weights(mixture):
+    trainer = made(Optimized, mixture, dataclasses.replace(SMALL, ema_decay=0.75))
     first = {name: a.clone() for name, a in trainer.averages.items()}
     trainer.train_window({})
     for name, average in trainer.averages.items():
@@ -370,22 +370,22 @@ def test_averages_are_an_exponential_moving_average_of_the_weights(given):
         torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-8)
 
 
-def test_use_fsdp2_in_one_process_is_ignored_with_a_warning(given):
+def test_use_fsdp2_in_one_process_is_ignored_with_a_warning(mixture):
     config = dataclasses.replace(SMALL, use_fsdp2=True)
     for kind in (Reference, Optimized):
         with pytest.warns(RuntimeWarning, match=r"^use_fsdp2: a single process trains, so that nothing is sharded$"):
-            made(kind, given, config)
+            made(kind, mixture, config)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("first", "second"), [*itertools.product((Reference, Optimized), repeat=2)])
-def test_each_trainer_resumes_from_a_checkpoint_of_the_other(first, second, given):
-    target = made(second, given)
-    target.load_state_dict(through_a_file(trained(first, given, steps=3)))
+def test_each_trainer_resumes_from_a_checkpoint_of_the_other(first, second, mixture):
+    target = made(second, mixture)
+    target.load_state_dict(through_a_file(trained(first, mixture, steps=3)))
     found = curve(target, 3)
-    undisturbed = trained(second, given, steps=3)
+    undisturbed = trained(second, mixture, steps=3)
     torch.testing.assert_close(found, curve(undisturbed, 3), rtol=1e-4, atol=0)
     if first is second:
         assert same(target.state_dict(), undisturbed.state_dict())
@@ -396,13 +396,13 @@ def test_each_trainer_resumes_from_a_checkpoint_of_the_other(first, second, give
     "changes",
     [{}, pytest.param({"precision": "fp16"}, marks=FULLY), {"cpu_offload_optimizer": True, "resident_latents": False}],
 )
-def test_resuming_at_random_steps_is_bit_identical(kind, changes, given):
+def test_resuming_at_random_steps_is_bit_identical(kind, changes, mixture):
     config = dataclasses.replace(SMALL, **changes)
-    expected = trained(kind, given, config, 8).state_dict()
+    expected = trained(kind, mixture, config, 8).state_dict()
     rng = random.Random(0)
     for stop in [rng.randrange(1, 8) for _ in range(count(quick=1, full=20))]:
-        resumed = made(kind, given, config)
-        resumed.load_state_dict(through_a_file(trained(kind, given, config, stop)))
+        resumed = made(kind, mixture, config)
+        resumed.load_state_dict(through_a_file(trained(kind, mixture, config, stop)))
         for _ in range(8 - stop):
             resumed.train_window({})
         assert same(resumed.state_dict(), expected)
@@ -415,20 +415,20 @@ def test_resuming_through_fit_is_bit_identical(kind, tmp_path):
         options = [Options(folder=str(tmp_path / name), windows=windows) for windows in ends_at]
         for number, part in enumerate(options):
             loaded = load(dataclasses.replace(DATA, steps=6))
-            trainer = made(kind, loaded.given)
+            trainer = made(kind, loaded.trainer_data)
             resume = next((tmp_path / name).glob("*.pt")) if number else None
             fit(trainer, loaded.batches, part, name="ups", resume=resume)
         ends.append(trainer.state_dict())
     assert same(*ends)
 
 
-def test_checkpoint_of_another_depth_or_stage_is_rejected(given):
-    state = made(Reference, given).state_dict()
+def test_checkpoint_of_another_depth_or_stage_is_rejected(mixture):
+    state = made(Reference, mixture).state_dict()
     with pytest.raises(ValueError, match="only in the checkpoint, or only here"):
-        made(Reference, given, dataclasses.replace(SMALL, depth=1)).load_state_dict(state)
+        made(Reference, mixture, dataclasses.replace(SMALL, depth=1)).load_state_dict(state)
     state["config"]["stage"] = "diffusion"
     with pytest.raises(ValueError, match="it is of the stage diffusion, and this is operator"):
-        made(Reference, given).load_state_dict(state)
+        made(Reference, mixture).load_state_dict(state)
 
 
 # --- the data -------------------------------------------------------------------------------------------------------
@@ -536,9 +536,9 @@ def test_latent_cache_that_cannot_be_written_leaves_no_files(tmp_path, monkeypat
     assert {p.suffix for p in tmp_path.iterdir()} == {".hdf5"}
 
 
-def test_epoch_visits_each_example_at_most_once(given):
-    maker = Maker(given=given, config=SMALL)
-    for place, task in enumerate(given.tasks):
+def test_epoch_visits_each_example_at_most_once(mixture):
+    maker = Maker(mixture=mixture, config=SMALL)
+    for place, task in enumerate(mixture.tasks):
         examples, each = task.count(), maker.counts[place]
         batches = examples // each
         rows = torch.cat([maker.rows(place, number) for number in range(batches)]).tolist()
@@ -547,10 +547,10 @@ def test_epoch_visits_each_example_at_most_once(given):
         assert set(rows) <= trained_on
 
 
-def test_micro_batches_of_two_ranks_equal_those_of_one_process(given):
+def test_micro_batches_of_two_ranks_equal_those_of_one_process(mixture):
     config = dataclasses.replace(SMALL, inverse_loss_frequency=1)
-    makers = [Maker(given=dataclasses.replace(given, rank=rank, ranks=2), config=config) for rank in range(2)]
-    alone = Maker(given=given, config=config)
+    makers = [Maker(mixture=dataclasses.replace(mixture, rank=rank, ranks=2), config=config) for rank in range(2)]
+    alone = Maker(mixture=mixture, config=config)
     for number, (rank, maker) in itertools.product(range(2), enumerate(makers)):
         found, same = maker[number], alone[2 * number + rank]
         for part, expected in zip(found.parts, same.parts, strict=True):
@@ -565,22 +565,22 @@ def test_micro_batches_of_two_ranks_equal_those_of_one_process(given):
     assert not torch.equal(makers[0][0].scales, makers[1][0].scales)
 
 
-def test_batch_contains_both_tasks_in_equal_shares(given):
-    batch = Maker(given=given, config=SMALL)[0]
+def test_batch_contains_both_tasks_in_equal_shares(mixture):
+    batch = Maker(mixture=mixture, config=SMALL)[0]
     assert [(part.task, len(part.before)) for part in batch.parts] == [("advection1d", 2), ("darcy2d", 2)]
     assert batch.scales.shape == (2, 2, 4)
 
 
 @pytest.mark.parametrize("resident", [False, True])
-def test_inverse_losses_use_latents_before_and_after_the_step(given, resident):
+def test_inverse_losses_use_latents_before_and_after_the_step(mixture, resident):
     """Otherwise the decoder of Darcy flow would never be trained on a solution."""
     config = dataclasses.replace(SMALL, inverse_loss_frequency=2)
-    maker = Maker(given=given, config=config)
+    maker = Maker(mixture=mixture, config=config)
     source = Resident(maker, torch.device("cpu")) if resident else maker
-    states = {task.task: set() for task in given.tasks}
+    states = {task.task: set() for task in mixture.tasks}
     for number in range(20):
         batch = source.batch(number) if resident else maker[number]
-        for task, part in zip(given.tasks, batch.parts, strict=True):
+        for task, part in zip(mixture.tasks, batch.parts, strict=True):
             if number % 2:
                 assert len(part.coded) == len(part.field) == len(part.queries) == 0
                 continue
@@ -590,13 +590,13 @@ def test_inverse_losses_use_latents_before_and_after_the_step(given, resident):
                 assert torch.equal(found, (before, after)[state])
                 row = (task.latents.rows == found).flatten(1).all(1).nonzero()[0].item()
                 assert torch.equal(field[..., 0], task.fields.at(*divmod(row, task.fields.states)))
-    assert states == {task.task: {0, 1} for task in given.tasks}
+    assert states == {task.task: {0, 1} for task in mixture.tasks}
 
 
 @FULLY  # the switch `loader` also tests workers
-def test_workers_produce_the_same_batches(given):
+def test_workers_produce_the_same_batches(mixture):
     config = dataclasses.replace(SMALL, num_workers=1, prefetch_factor=2)
-    maker = Maker(given=given, config=config)
+    maker = Maker(mixture=mixture, config=config)
     feed = Feed(maker)
     for number in (0, 1, 5):
         found, expected = feed.batch(number), maker[number]
@@ -606,7 +606,7 @@ def test_workers_produce_the_same_batches(given):
                 assert torch.equal(getattr(one, field.name), getattr(other, field.name))
 
 
-def test_data_position_from_other_data_is_rejected(given):
+def test_data_position_from_other_data_is_rejected(mixture):
     state = load(DATA).batches.state_dict()
     with pytest.raises(PerfsuiteError, match="the data has changed since the checkpoint was written"):
         load(dataclasses.replace(DATA, synthetic=5)).batches.load_state_dict(state)
@@ -680,9 +680,9 @@ def test_configuration_files_have_the_source_s_values():
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_operator_in_two_parts_has_the_same_loss_curve(again, given, known, monkeypatch):
+def test_operator_in_two_parts_has_the_same_loss_curve(again, mixture, known, monkeypatch):
     monkeypatch.setattr(Optimized, "_has_parts", lambda trainer: True)
-    trainer = made(Optimized, given, dataclasses.replace(SMALL, activation_checkpoint=again))
+    trainer = made(Optimized, mixture, dataclasses.replace(SMALL, activation_checkpoint=again))
     assert share(curve(trainer), known) <= 1
     early = trainer.gradients._early["operator"].weights
     names = {name for name, weight in trainer.weights.items() if any(weight is w for w in early)}
@@ -695,12 +695,12 @@ def test_blocks_share_compiled_sublayer_graphs(again, monkeypatch):
     graphs = []
     monkeypatch.setattr(compiled_function, "_inductor", lambda graph, inputs, **options: graphs.append(1) or graph)
     operator = Operator(latent_width=8, width=16, depth=3, heads=2)
-    given = torch.randn(2, 4, 8), torch.rand(2), torch.rand(3, 2, 2)
+    mixture = torch.randn(2, 4, 8), torch.rand(2), torch.rand(3, 2, 2)
     found = []
     for compiled in (True, False):
         calls = parts.__wrapped__(again=again, flex=False, compiled=compiled)
-        stepped = calls.whole(operator, *given)
-        assert torch.equal(calls.second(operator, given[0], *calls.first(operator, *given), given[2]), stepped)
+        stepped = calls.whole(operator, *mixture)
+        assert torch.equal(calls.second(operator, mixture[0], *calls.first(operator, *mixture), mixture[2]), stepped)
         found.append([stepped, *torch.autograd.grad(stepped.square().sum(), list(operator.parameters()))])
     assert len(graphs) == 2
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
@@ -732,9 +732,9 @@ class Replays:
 
 
 @pytest.mark.parametrize("stage", ["operator", "diffusion", "consistency"])
-def test_replayed_steps_equal_eager_steps(given, runs, stage):
+def test_replayed_steps_equal_eager_steps(mixture, runs, stage):
     config = at_stage(stage, runs) if stage != "operator" else SMALL
-    plain, replayed = made(Optimized, given, config), made(Optimized, given, config)
+    plain, replayed = made(Optimized, mixture, config), made(Optimized, mixture, config)
     graphs = Replays()
     replayed._replayed = CudaGraphStep(replayed._step, warmup=1, graphs=8, device="cpu", backend=graphs)
     assert torch.equal(curve(plain, 12), curve(replayed, 12))
@@ -745,10 +745,10 @@ def test_replayed_steps_equal_eager_steps(given, runs, stage):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"grad_clip": None}, {"activation_checkpoint": True}])
-def test_gpu_replayed_losses_match_eager_losses(given, changes):
+def test_gpu_replayed_losses_match_eager_losses(mixture, changes):
     config = dataclasses.replace(SMALL, compile=False, **changes)
-    eager = Optimized(dataclasses.replace(config, cuda_graphs=False), given, "cuda")
-    replayed = Optimized(config, given, "cuda")
+    eager = Optimized(dataclasses.replace(config, cuda_graphs=False), mixture, "cuda")
+    replayed = Optimized(config, mixture, "cuda")
     torch.testing.assert_close(curve(replayed, 30), curve(eager, 30), rtol=1e-4, atol=0)
     assert (replayed._replayed.captures, replayed._replayed.reason) == (3, None)
     states = [t.state_dict()["optimizers"]["operator"]["adamw"]["steps"] for t in (eager, replayed)]
@@ -757,16 +757,16 @@ def test_gpu_replayed_losses_match_eager_losses(given, changes):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [True, False])
-def test_gpu_compiled_loss_curve_matches_the_reference(given, graphs):
-    truth = curve(made(Reference, given, dtype=torch.float64), 30)
-    runs = [curve(a_rounding_away(Reference(SMALL, given, "cuda"), seed), 30) for seed in range(NEIGHBOURS)]
-    compiled = Optimized(dataclasses.replace(SMALL, compile=True, cuda_graphs=graphs), given, "cuda")
+def test_gpu_compiled_loss_curve_matches_the_reference(mixture, graphs):
+    truth = curve(made(Reference, mixture, dtype=torch.float64), 30)
+    runs = [curve(a_rounding_away(Reference(SMALL, mixture, "cuda"), seed), 30) for seed in range(NEIGHBOURS)]
+    compiled = Optimized(dataclasses.replace(SMALL, compile=True, cuda_graphs=graphs), mixture, "cuda")
     assert share(curve(compiled, 30), (truth, deviation_of(runs, truth))) <= 1
     assert isinstance(compiled._replayed, CudaGraphStep) == graphs
 
 
-def test_settles_covers_the_capture_of_every_form_of_a_step(given, monkeypatch):
-    trainer = made(Optimized, given)
+def test_settles_covers_the_capture_of_every_form_of_a_step(mixture, monkeypatch):
+    trainer = made(Optimized, mixture)
     assert trainer.settles == 3
     monkeypatch.setattr(Optimized, "_is_captured", lambda trainer: True)
     assert trainer.settles == 12
@@ -784,8 +784,8 @@ def test_settles_covers_the_capture_of_every_form_of_a_step(given, monkeypatch):
         ({"cuda_graphs": False}, False),
     ],
 )
-def test_step_is_captured_only_if_it_needs_no_host_work(given, monkeypatch, changes, captured):
-    trainer = made(Optimized, given, dataclasses.replace(SMALL, **changes))
+def test_step_is_captured_only_if_it_needs_no_host_work(mixture, monkeypatch, changes, captured):
+    trainer = made(Optimized, mixture, dataclasses.replace(SMALL, **changes))
     assert not trainer._is_captured()
     trainer.device = torch.device("cuda")
     monkeypatch.setattr("optimized.trainers.ups.triton_reason", lambda: None)
@@ -802,7 +802,7 @@ def runs(tmp_path_factory):
     for stage in ("operator", "diffusion", "consistency"):
         folders[stage] = tmp_path_factory.mktemp(stage)
         loaded = load(dataclasses.replace(DATA, steps=3))
-        trainer = made(Optimized, loaded.given, at_stage(stage, folders))
+        trainer = made(Optimized, loaded.trainer_data, at_stage(stage, folders))
         fit(trainer, loaded.batches, Options(folder=str(folders[stage])), name="ups")
     return folders
 
@@ -814,29 +814,29 @@ def at_stage(stage, folders):
 
 
 @pytest.mark.parametrize("stage", ["diffusion", "consistency"])
-def test_optimized_loss_curve_matches_the_reference_at_each_stage(stage, runs, given):
+def test_optimized_loss_curve_matches_the_reference_at_each_stage(stage, runs, mixture):
     config = at_stage(stage, runs)
-    truth = curve(made(Reference, given, config, dtype=torch.float64))
-    compared = [curve(made(Reference, given, config))]
-    compared += [curve(a_rounding_away(made(Reference, given, config), seed)) for seed in range(NEIGHBOURS)]
-    found = curve(made(Optimized, given, config))
+    truth = curve(made(Reference, mixture, config, dtype=torch.float64))
+    compared = [curve(made(Reference, mixture, config))]
+    compared += [curve(a_rounding_away(made(Reference, mixture, config), seed)) for seed in range(NEIGHBOURS)]
+    found = curve(made(Optimized, mixture, config))
     assert share_of_rule(found, truth, deviation_of(compared, truth), torch.float32) <= 1
     assert len(set(truth.tolist())) == STEPS
 
 
 @pytest.mark.parametrize("stage", ["diffusion", "consistency"])
-def test_stage_trains_only_the_denoiser_and_resuming_is_bit_identical(stage, runs, given):
+def test_stage_trains_only_the_denoiser_and_resuming_is_bit_identical(stage, runs, mixture):
     config = at_stage(stage, runs)
-    trainer = made(Optimized, given, config)
+    trainer = made(Optimized, mixture, config)
     before = trainer.state_dict()
     for _ in range(4):
         trainer.train_window({})
     after = trainer.state_dict()
     assert same(before["kept"], after["kept"])
     assert not any(torch.equal(before["weights"][name], weight) for name, weight in after["weights"].items())
-    resumed = made(Optimized, given, config)
-    resumed.load_state_dict(through_a_file(trained(Reference, given, config, 0)))
-    resumed.load_state_dict(through_a_file(trained(Optimized, given, config, 2)))
+    resumed = made(Optimized, mixture, config)
+    resumed.load_state_dict(through_a_file(trained(Reference, mixture, config, 0)))
+    resumed.load_state_dict(through_a_file(trained(Optimized, mixture, config, 2)))
     for _ in range(2):
         resumed.train_window({})
     assert same(resumed.state_dict(), after)
@@ -844,20 +844,20 @@ def test_stage_trains_only_the_denoiser_and_resuming_is_bit_identical(stage, run
 
 @pytest.mark.parametrize("stage", ["diffusion", "consistency"])
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=FULLY)])
-def test_stage_losses_in_half_precision_are_within_5_percent_of_float32(precision, stage, runs, given):
+def test_stage_losses_in_half_precision_are_within_5_percent_of_float32(precision, stage, runs, mixture):
     config = at_stage(stage, runs)
-    expected = curve(made(Reference, given, config), 3)
+    expected = curve(made(Reference, mixture, config), 3)
     for kind in (Reference, Optimized):
-        found = curve(made(kind, given, dataclasses.replace(config, precision=precision)), 3)
+        found = curve(made(kind, mixture, dataclasses.replace(config, precision=precision)), 3)
         torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
 
 
-def test_diffusion_starts_from_averaged_operator_and_student_from_its_teacher(runs, given):
+def test_diffusion_starts_from_averaged_operator_and_student_from_its_teacher(runs, mixture):
     operator = stages.opened(runs["operator"])[1].trainer["averages"]
-    diffusion = made(Optimized, given, at_stage("diffusion", runs)).refiner
+    diffusion = made(Optimized, mixture, at_stage("diffusion", runs)).refiner
     assert all(torch.equal(weight, operator[name]) for name, weight in diffusion.frozen.weights().items())
     assert diffusion.residual_scale != 1
-    student = made(Optimized, given, at_stage("consistency", runs)).refiner
+    student = made(Optimized, mixture, at_stage("consistency", runs)).refiner
     averages = stages.opened(runs["diffusion"])[1].trainer["averages"]
     for network in (student.denoiser, student.teacher):
         assert all(torch.equal(p, averages[f"denoiser.{name}"]) for name, p in network.named_parameters())
@@ -878,18 +878,18 @@ def test_ddim_steps_with_the_true_v_end_at_the_residual():
     torch.testing.assert_close(x, residual)
 
 
-def test_stage_that_starts_from_a_wrong_checkpoint_is_rejected(runs, given):
+def test_stage_that_starts_from_a_wrong_checkpoint_is_rejected(runs, mixture):
     with pytest.raises(PerfsuiteError, match="is of the stage operator, and consistency starts from diffusion"):
-        made(Optimized, given, dataclasses.replace(SMALL, stage="consistency", init=str(runs["operator"])))
+        made(Optimized, mixture, dataclasses.replace(SMALL, stage="consistency", init=str(runs["operator"])))
     with pytest.raises(PerfsuiteError, match="does not fit: "):
-        made(Optimized, given, dataclasses.replace(SMALL, stage="diffusion", init=str(runs["operator"]), width=32))
+        made(Optimized, mixture, dataclasses.replace(SMALL, stage="diffusion", init=str(runs["operator"]), width=32))
     with pytest.raises(PerfsuiteError, match="no checkpoint"):
-        made(Optimized, given, dataclasses.replace(SMALL, stage="diffusion", init="nowhere"))
+        made(Optimized, mixture, dataclasses.replace(SMALL, stage="diffusion", init="nowhere"))
 
 
 @pytest.mark.parametrize("stage", ["operator", "diffusion", "consistency"])
-def test_every_stage_can_be_evaluated(stage, runs, given):
+def test_every_stage_can_be_evaluated(stage, runs, mixture):
     _, found, config = stages.opened(runs[stage])
-    networks, step = evaluation.loaded(config, given, found.trainer, torch.device("cpu"))
-    scores, _ = evaluation.evaluate(networks, given, torch.device("cpu"), 2, step)
+    networks, step = evaluation.loaded(config, mixture, found.trainer, torch.device("cpu"))
+    scores, _ = evaluation.evaluate(networks, mixture, torch.device("cpu"), 2, step)
     assert all(0 < score.nrmse < 10 for score in scores)

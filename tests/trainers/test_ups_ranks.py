@@ -58,11 +58,11 @@ def path(*folders):
 def in_ranks(ranks, jobs, folder, monkeypatch):
     """Run the jobs in this number of processes, and return the results."""
     monkeypatch.setenv("PYTHONPATH", path(ROOT, ROOT / "tests", ROOT / "tests/trainers"))
-    given, out = folder / "jobs.json", folder / f"found-{ranks}.json"
-    given.write_text(json.dumps(jobs))
+    mixture, out = folder / "jobs.json", folder / f"found-{ranks}.json"
+    mixture.write_text(json.dumps(jobs))
     program = str(ROOT / "tests/trainers/ups_rank.py")
     strict = ("-W", "error::FutureWarning", "-W", "error::UserWarning")
-    assert launching.launch([sys.executable, *strict, program, str(given), str(out)], ranks) == 0
+    assert launching.launch([sys.executable, *strict, program, str(mixture), str(out)], ranks) == 0
     return json.loads(out.read_text())
 
 
@@ -70,7 +70,7 @@ def alone(kind, accumulation, **options):
     """Return a trainer of one process, on the examples that several ranks have together."""
     config = dataclasses.replace(SMALL, **EACH_BATCH, accumulation=accumulation)
     data = dataclasses.replace(DATA, accumulation=accumulation)
-    return made(kind, load(data).given, config, **options)
+    return made(kind, load(data).trainer_data, config, **options)
 
 
 def known_to(steps, begin=None):
@@ -413,7 +413,7 @@ import dataclasses, os
 from test_ups import DATA, SMALL
 from suite.ups.batches import Feed, Maker, load
 config = dataclasses.replace(SMALL, num_workers=1, prefetch_factor=2)
-feed = Feed(Maker(given=load(DATA).given, config=config))
+feed = Feed(Maker(mixture=load(DATA).trainer_data, config=config))
 feed.batch(0)
 os.kill(os.getpid(), 9)
 """
@@ -451,7 +451,7 @@ def test_torchrun_can_start_the_ranks(tmp_path):
 def environment(monkeypatch):
     """Return a function that sets torchrun's variables."""
 
-    def given(**variables):
+    def mixture(**variables):
         usual = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
         for name, value in (usual | variables).items():
             if value is None:
@@ -459,7 +459,7 @@ def environment(monkeypatch):
             else:
                 monkeypatch.setenv(name, str(value))
 
-    return given
+    return mixture
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def main() -> None:
 
 def train(name: str, side: Any, config: Any, loaded: Any, windows: list[Any]) -> None:
     """Make a trainer and train it."""
-    trainer = trainers.build(name, config, loaded.given, torch.device("cpu"), side)
+    trainer = trainers.build(name, config, loaded.trainer_data, torch.device("cpu"), side)
     for window in windows:
         trainer.train_window(window)
     trainer.metrics()

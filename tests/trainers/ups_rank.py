@@ -22,9 +22,9 @@ from suite.ups.batches import load
 def done(job, here):
     config = dataclasses.replace(SMALL, **job["changes"])
     sizes = {name: getattr(config, name) for name in ("batch_size", "accumulation")}
-    given = load(dataclasses.replace(DATA, **sizes), here.rank, here.ranks).given
+    mixture = load(dataclasses.replace(DATA, **sizes), here.rank, here.ranks).trainer_data
     options = {"dtype": getattr(torch, job["dtype"])} if "dtype" in job else {}
-    trainer = {"reference": Reference, "optimized": Optimized}[job["side"]](config, given, "cpu", **options)
+    trainer = {"reference": Reference, "optimized": Optimized}[job["side"]](config, mixture, "cpu", **options)
     if "begin" in job:
         trainer.load_state_dict(torch.load(job["begin"], weights_only=True))
     losses = curve(trainer, job["steps"]).tolist()
