@@ -161,7 +161,7 @@ def _hold(
         prove_draw(case)
 
     try:
-        with execution.leaving_nothing(pair):
+        with execution.restoring_global_state(pair):
             failure, _ = coverage.first_failure(check_draw, first)
             prove()
             if failure is not None:

@@ -44,7 +44,7 @@ class NotEquivalent(Exception):  # noqa: N818 - named as the verdict is
         self.case, self.excess, self.names_its_cause = case, excess, names_its_cause
 
 
-class LeftChanged(NotEquivalent):
+class GlobalStateChanged(NotEquivalent):
     """A side leaves global state changed for later code. `words` follow the side's name in the message; without them,
     `side` is the whole message."""
 

@@ -247,7 +247,7 @@ def _gate_once(
             for k, e in entries.items()
         ]
         answers = decision.analyse(subjects, priors, selected=len(entries))
-        left = [k for k, a in answers.items() if isinstance(a, decision.Open)]
+        left = [k for k, a in answers.items() if isinstance(a, decision.Undecided)]
         rounds += 1
     verdicts = {k: a for k, a in answers.items() if isinstance(a, Verdict)}
     result.suites[side].add(verdicts.values(), rounds)

@@ -10,39 +10,39 @@ from perfsuite.statistics.hierarchical import DEFAULT_NOISE, PRIOR_WORKLOADS, No
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Suite:
+class SuiteNoise:
     """Accepted noise of the suite: of the ratio to the reference, and of two imports of one revision (A/A)."""
 
     ratio: Noise = DEFAULT_NOISE
     paired: Noise = DEFAULT_NOISE
-    clocks: Mapping[str, Suite] = field(default_factory=dict)
+    clocks: Mapping[str, SuiteNoise] = field(default_factory=dict)
     """Noise by clock, for the workloads of that clock. The host varies more than the device, above all between
     machines."""
 
-    def of(self, clock: str) -> Suite:
+    def of(self, clock: str) -> SuiteNoise:
         """Return the noise of workloads with this clock, or of all workloads if too few have it."""
         return self.clocks.get(clock, self)
 
 
-def suite_noise(entries: Mapping[str, Entry]) -> Suite:
+def suite_noise(entries: Mapping[str, Entry]) -> SuiteNoise:
     """Return the noise priors that are fitted to all accepted workloads of a device."""
     clocks: dict[str, list[Entry]] = {}
     for entry in entries.values():
         clocks.setdefault(entry.clock, []).append(entry)
     ratio, paired = _means(entries.values())
     fitted = fit_prior(ratio)
-    every = Suite(ratio=fitted, paired=fit_prior(paired) if paired else fitted)
+    every = SuiteNoise(ratio=fitted, paired=fit_prior(paired) if paired else fitted)
     fits = {clock: _of_clock(those, every) for clock, those in clocks.items()}
     return replace(every, clocks={clock: suite for clock, suite in fits.items() if suite is not None})
 
 
-def _of_clock(entries: Collection[Entry], every: Suite) -> Suite | None:
+def _of_clock(entries: Collection[Entry], every: SuiteNoise) -> SuiteNoise | None:
     """Return the noise of the workloads of one clock. A part to which too few of them contribute is taken from `every`;
     None if this holds for both parts."""
     ratio, paired = _means(entries)
     if not _enough(ratio) and not _enough(paired):
         return None
-    return Suite(
+    return SuiteNoise(
         ratio=fit_prior(ratio) if _enough(ratio) else every.ratio,
         paired=fit_prior(paired) if _enough(paired) else every.paired,
     )

@@ -114,7 +114,7 @@ def _cut(turned: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Cut:
 
 
 @dataclass(slots=True)
-class Draw:
+class DrawBias:
     """Bias of the errors of one output on one draw."""
 
     side: Leaning | None
@@ -135,7 +135,7 @@ def draw_of(
     *,
     eps: float,
     dtype: torch.dtype,
-) -> Draw | None:
+) -> DrawBias | None:
     """Return the bias of the errors of a side and of the reference. `size` is the size of the reference's errors.
 
     None if there are too few elements, or the truth is zero.
@@ -146,7 +146,7 @@ def draw_of(
     if found is None and not cut:
         return None
     side, own = found or (None, (0.0, 0.0))
-    return Draw(
+    return DrawBias(
         side=side,
         reference=own,
         error=float(size.square().mean().sqrt()) / (eps * float(truth.abs().mean())) if found else 0.0,
@@ -161,9 +161,9 @@ def draw_of(
 class Biases:
     """Biases of the errors of each output over the draws of a proof."""
 
-    draws: dict[str, list[Draw]] = field(default_factory=dict)
+    draws: dict[str, list[DrawBias]] = field(default_factory=dict)
 
-    def note(self, name: str, draw: Draw) -> None:
+    def note(self, name: str, draw: DrawBias) -> None:
         """Add one more draw."""
         self.draws.setdefault(name, []).append(draw)
 
@@ -179,7 +179,7 @@ class Biases:
                 yield message
 
 
-def _leaning(name: str, every: Sequence[Draw]) -> str:
+def _leaning(name: str, every: Sequence[DrawBias]) -> str:
     draws = [(d, d.side) for d in every if d.side is not None]
     if len(draws) < FEWEST_DRAWS:
         return ""
@@ -194,7 +194,7 @@ def _leaning(name: str, every: Sequence[Draw]) -> str:
     return _beyond(name, means, limits, f"over {len(draws)} draws")
 
 
-def _cutting(name: str, draws: Sequence[Draw]) -> str:
+def _cutting(name: str, draws: Sequence[DrawBias]) -> str:
     for direction in dict.fromkeys(direction for draw in draws for direction in draw.cut):
         those = [d for d in draws if direction in d.cut]
         count = sum(d.cut[direction] for d in those)
@@ -207,7 +207,7 @@ def _cutting(name: str, draws: Sequence[Draw]) -> str:
     return ""
 
 
-def alone(name: str, draw: Draw) -> str:
+def alone(name: str, draw: DrawBias) -> str:
     """Return a message if the errors of this draw alone are biased; empty if they are not, or if the draw has too few
     elements."""
     if draw.elements < MANY_ELEMENTS or draw.side is None:

@@ -265,7 +265,7 @@ class _Compared:
                 excess=beyond_norm,
             )
 
-    def leaning(self, dtype: torch.dtype) -> bias.Draw | None:
+    def leaning(self, dtype: torch.dtype) -> bias.DrawBias | None:
         """Return the bias of the errors of an output in this dtype; None if there are too few elements."""
         leans = self.by.leans if self.excused is None else self.by.leans & ~self.excused
         kept = (self.delta, *self.by.beside_errors)

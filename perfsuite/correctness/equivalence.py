@@ -17,7 +17,7 @@ from perfsuite.correctness.rule import C as C
 from perfsuite.correctness.rule import K as K
 from perfsuite.correctness.side_calls import InputsFactory
 from perfsuite.correctness.tally import Tally
-from perfsuite.correctness.truths import Discard, Known, Truth
+from perfsuite.correctness.truths import Discard, Truth, TruthFunction
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.sides import Side, as_side
 from perfsuite.errors import NotEquivalent, PairError
@@ -59,7 +59,7 @@ class ReferenceResults:
         gradients: bool,
         home: Path | None,
         drawn: InputsFactory | None = None,
-    ) -> Known:
+    ) -> TruthFunction:
         """Return the truths of the draw as a function of the number of replicas. `drawn` returns the inputs, if the
         caller has them already."""
         call_side = side_calls.proof_call(case, gradients=gradients)
@@ -125,7 +125,7 @@ def check_case(
 
 def hold(
     pair: Pair,
-    known: Known,
+    known: TruthFunction,
     produced: Leaves,
     *,
     name: str = "optimized",

@@ -96,7 +96,7 @@ def settings_kept(side: Side | None = None) -> Iterator[dict[str, str]]:
 
 
 @contextmanager
-def leaving_nothing(pair: Pair) -> Iterator[None]:
+def restoring_global_state(pair: Pair) -> Iterator[None]:
     """Restore, after a whole proof, the global state that its sides leave changed. Raises NotEquivalent if they changed
     state of torch."""
     with python_state.kept(), process_state.kept() as changed:

@@ -18,7 +18,7 @@ from perfsuite.correctness.equivalence import ReferenceResults
 from perfsuite.correctness.reference_task import Task
 from perfsuite.correctness.reused_sizes import ReusedSizes
 from perfsuite.correctness.side_calls import InputsFactory
-from perfsuite.correctness.truths import Discard, Known, Truth
+from perfsuite.correctness.truths import Discard, Truth, TruthFunction
 from perfsuite.declare.pair import Pair
 from perfsuite.draws.cases import case_line
 from perfsuite.records import Case
@@ -46,7 +46,7 @@ class CachedReferenceResults(ReferenceResults):
         gradients: bool,
         home: Path | None,
         drawn: InputsFactory | None = None,
-    ) -> Known:
+    ) -> TruthFunction:
         """Return the truths of the draw, from the cache if an earlier proof of another side computed them. Truths are
         cached only for a pair with variants."""
         established = super().truths(pair, case, device, gradients=gradients, home=home, drawn=drawn)

@@ -13,7 +13,7 @@ from perfsuite.declare.pair import Pair
 from perfsuite.declare.pair_fields import GRAD_OUTPUT
 from perfsuite.declare.sides import Side, as_side
 from perfsuite.draws import inputs as make
-from perfsuite.errors import LeftChanged, PairError
+from perfsuite.errors import GlobalStateChanged, PairError
 from perfsuite.records import Case
 
 StepInputs: TypeAlias = Callable[[int], dict[str, Any]]
@@ -93,7 +93,7 @@ def run(
     """Return the side's outputs on these inputs, which may be changed. For a stateful pair, `step_inputs`
     returns the inputs of each step.
 
-    Raises PairError if the reference leaves global state changed, and LeftChanged if another side does.
+    Raises PairError if the reference leaves global state changed, and GlobalStateChanged if another side does.
     """
     execution.poison(pair, values)
     with execution.settings_kept(side) as changed, execution.quiet(side):
@@ -110,7 +110,7 @@ def run(
         reference = side.call is as_side(pair.reference).call
         who = f"{pair.name}: the {'reference' if reference else 'optimized'} side"
         words = f"{next(iter(changed.values()))} for all that runs after it; put it back, or set it for both sides"
-        raise PairError(f"{who} {words}") if reference else LeftChanged(who, words)
+        raise PairError(f"{who} {words}") if reference else GlobalStateChanged(who, words)
     return leaves
 
 

@@ -113,7 +113,7 @@ class Truth:
         self.doubles = Doubles(self.leaves), Doubles(self.reference)
 
 
-Known: TypeAlias = Callable[[int], Truth]
+TruthFunction: TypeAlias = Callable[[int], Truth]
 """Number of replicas → truth of one draw, with the reference's error over this number of replicas."""
 
 
@@ -126,7 +126,7 @@ def overflows(pair: Pair) -> str:
 
 def by_replicas(
     pair: Pair, case: Case, device: str, *, most: int = CAREFUL, drawn: InputsFactory | None = None, **options: Any
-) -> Known:
+) -> TruthFunction:
     """Return a function from a number of replicas, at most `most`, to the truth of one draw. Each truth is computed
     once. `drawn` returns the inputs, if the caller has them. The other `options` are those of `establish`.
 

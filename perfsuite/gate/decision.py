@@ -49,7 +49,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from perfsuite.baseline.accepted_entries import changes_since
-from perfsuite.baseline.priors import Suite
+from perfsuite.baseline.priors import SuiteNoise
 from perfsuite.gate import causes, counts, planning, soundness, throughput
 from perfsuite.gate.estimates import (
     ALPHA,
@@ -70,7 +70,7 @@ from perfsuite.statistics.hierarchical import Estimate, Variance, fit_prior
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Open:
+class Undecided:
     """No decision yet. `processes` more are needed, with the reference in full if `reference`. `likely` more will
     probably be enough for a decision."""
 
@@ -80,7 +80,7 @@ class Open:
     likely: int = 1
 
 
-def analyse(subjects: Iterable[Subject], suite: Suite, *, selected: int) -> dict[str, Verdict | Open]:
+def analyse(subjects: Iterable[Subject], suite: SuiteNoise, *, selected: int) -> dict[str, Verdict | Undecided]:
     """Apply the rule to all measurements so far. Call this again after every further process.
 
     `selected` is the number of workloads at collection. An earlier verdict may be withdrawn if the run turns out to be
@@ -132,15 +132,15 @@ def promises_only(
     return answers
 
 
-def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected: int) -> Verdict | Open:
-    """Return the verdict on one workload whose measurements are sound, or `Open`.
+def _judge(s: Subject, suite: SuiteNoise, accepted: Variance, factor: float, selected: int) -> Verdict | Undecided:
+    """Return the verdict on one workload whose measurements are sound, or `Undecided`.
 
     `accepted` is the accepted variance of a process mean. This run has `factor` times that variance.
     """
     processes = len(s.runs)
     further = next((n - processes for n in STAGES if n > processes), 0)
     if further and processes not in STAGES:
-        return Open(processes=further, reason="between two stages")
+        return Undecided(processes=further, reason="between two stages")
     # Processes after the last stage serve a promise. If they counted for the slowdown, they would be further stages.
     staged = replace(s, runs=s.runs[: STAGES[-1]])
     slower, margin = slowdown_of(staged, suite, accepted, factor, selected)
@@ -151,7 +151,7 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
         return _say(replace(shown, moved="optimized"), Status.BELOW_FLOOR, broken)
     if more := counts.more_than_accepted(s.runs, s.entry):
         if counts.witnesses(s.runs, s.entry) < 2 and processes < STAGES[-1]:
-            return Open(processes=1, reason=f"{more}; measured once more")
+            return Undecided(processes=1, reason=f"{more}; measured once more")
         return _say(replace(shown, moved="optimized"), Status.REGRESSED, more)
     rate = throughput.throughput_of(s, selected, stages=len(STAGES))
     unshown = _unshown(speed, rate)
@@ -161,7 +161,7 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
     if status is None:
         one = Estimate(value=-slower.value, se=slower.se * math.sqrt(processes), dof=slower.dof)
         likely = planning.further(one, -math.log1p(margin), processes, ahead(processes))
-        return Open(processes=further, reason=text, reference=doubtful, likely=likely)
+        return Undecided(processes=further, reason=text, reference=doubtful, likely=likely)
     if not status.green:
         return _say(shown, status, text + unshown + _stored_note(s))
     if in_doubt := _promise_in_doubt(s, shown, speed, rate):
@@ -173,7 +173,7 @@ def _judge(s: Subject, suite: Suite, accepted: Variance, factor: float, selected
 
 def _promise_in_doubt(
     s: Subject, shown: Verdict, speed: Speedup | None, rate: throughput.Throughput | None
-) -> Verdict | Open | None:
+) -> Verdict | Undecided | None:
     """Return None if all promises of speedup and throughput hold; else how many more processes are needed, or the
     verdict that a promise is missed."""
     processes = len(s.runs)
@@ -182,11 +182,11 @@ def _promise_in_doubt(
         if speed.full >= enough or processes >= 2 * STAGES[-1]:
             return _promise_missed(s, shown, speed)
         text = f"{speed}: the promised {speed.promised:.4g}× is in doubt"
-        return Open(processes=1, reason=text, reference=True, likely=speed.likely)
+        return Undecided(processes=1, reason=text, reference=True, likely=speed.likely)
     if rate is not None and not rate.holds:
         if processes >= RED_PROCESSES:
             return _throughput_missed(s, shown, rate)
-        return Open(processes=1, reason=f"{rate}: the promised {rate.goal} are in doubt")
+        return Undecided(processes=1, reason=f"{rate}: the promised {rate.goal} are in doubt")
     return None
 
 
@@ -282,11 +282,11 @@ def _with_cause(s: Subject, verdict: Verdict, speed: Speedup | None, margin: flo
 # --- workloads to which the rule cannot be applied ------------------------------------------------------------------
 
 
-def _unusable(s: Subject) -> Verdict | Open | None:
+def _unusable(s: Subject) -> Verdict | Undecided | None:
     """Return the verdict on a workload to which the rule cannot be applied, because its measurements are missing,
     unsound or of another workload; None if it can."""
     if not s.runs:
-        return Open(processes=1, reason="nothing was measured")
+        return Undecided(processes=1, reason="nothing was measured")
     if text := _unsound(s):
         return _say(s, Status.UNMEASURED, text)
     if s.entry is None:

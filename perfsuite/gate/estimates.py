@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from perfsuite.baseline.accepted_entries import Entry
-from perfsuite.baseline.priors import Suite
+from perfsuite.baseline.priors import SuiteNoise
 from perfsuite.gate import planning
 from perfsuite.gate.planning import FEW_FACTOR, FEW_LEAST
 from perfsuite.gate.stages import BETA, RED_STAGES, STAGES, ahead, beta
@@ -138,14 +138,14 @@ class Speedup:
         return f"{'at least ' * self.least}{math.exp(self.now.value):.4g}× as fast as the reference{interval}"
 
 
-def margin_of(entry: Entry, suite: Suite, *, selected: int) -> float:
+def margin_of(entry: Entry, suite: SuiteNoise, *, selected: int) -> float:
     """Return the smallest relative slowdown that the rule detects with 95% power, given the accepted noise."""
     return _default_margin(
         expected_variance(Subject(id=entry.id, entry=entry), suite), selected, MARGIN_MIN[entry.clock]
     )
 
 
-def expected_variance(s: Subject, suite: Suite) -> Variance:
+def expected_variance(s: Subject, suite: SuiteNoise) -> Variance:
     """Return the accepted variance of a process mean, scaled to the number of blocks of this run's processes."""
     suite = suite.of(s.clock)
     if s.stored:
@@ -203,7 +203,7 @@ def _known(expected: Variance, run: Sequence[Measurement], other: str) -> Varian
 
 
 def slowdown_of(
-    s: Subject, suite: Suite, accepted_noise: Variance, factor: float, selected: int
+    s: Subject, suite: SuiteNoise, accepted_noise: Variance, factor: float, selected: int
 ) -> tuple[Estimate, float]:
     """Return (log slowdown of the optimized side, margin)."""
     if s.stored and s.few:

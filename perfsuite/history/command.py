@@ -11,7 +11,7 @@ from typing import Any
 from perfsuite.codec import to_json
 from perfsuite.errors import PerfsuiteError
 from perfsuite.history import index, name_lookup, page, steps, store, terminal
-from perfsuite.history.index import Index, Listed
+from perfsuite.history.index import Index, ListedRun
 from perfsuite.history.records import Accepted
 from perfsuite.history.series import Point, points
 from perfsuite.history.steps import Step
@@ -25,7 +25,7 @@ class Found:
 
     total: int
     steps: Mapping[str, Sequence[Step]]
-    listed: tuple[Listed, ...] = ()
+    listed: tuple[ListedRun, ...] = ()
     workload: str = ""
     points: tuple[Point, ...] = ()
     accepted: Mapping[str, Sequence[Accepted]]
@@ -75,7 +75,7 @@ def show(
 
 def _query(there: Index, *, workload: str | None, limit: int, device: str | None) -> Found:
     slug = name_lookup.device(device, there.devices()) if device is not None else None
-    listed: tuple[Listed, ...] = ()
+    listed: tuple[ListedRun, ...] = ()
     series: tuple[Point, ...] = ()
     accepted: Mapping[str, Sequence[Accepted]] = {}
     id = ""

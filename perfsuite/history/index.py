@@ -58,7 +58,7 @@ class DamagedError(sqlite3.DatabaseError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Listed:
+class ListedRun:
     """A run without its workloads, and how many of them have each verdict."""
 
     run: Run
@@ -172,12 +172,12 @@ class Index:
         rows = self._rows("SELECT device, max(head) FROM runs WHERE problem IS NULL GROUP BY device ORDER BY device")
         return {device: self._record(Run, head).machine.device_name for device, head in rows}
 
-    def runs(self, limit: int, device: str | None = None) -> list[Listed]:
+    def runs(self, limit: int, device: str | None = None) -> list[ListedRun]:
         """Return the last runs, the newest first."""
         where, parameters = _on(device)
         query = f"SELECT head, counts FROM runs WHERE problem IS NULL{where} ORDER BY started DESC, name DESC LIMIT ?"
         rows = self._rows(query, (*parameters, limit))
-        return [Listed(run=self._record(Run, head), counts=self._json(counts)) for head, counts in rows]
+        return [ListedRun(run=self._record(Run, head), counts=self._json(counts)) for head, counts in rows]
 
     def workloads(self) -> list[str]:
         """Return the ids of all workloads."""

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from perfsuite.history import steps, terminal
-from perfsuite.history.index import Listed
+from perfsuite.history.index import ListedRun
 from perfsuite.history.records import Accepted
 from perfsuite.history.series import Point
 from perfsuite.history.steps import Step
@@ -49,7 +49,7 @@ class Chart:
     base: int = HEIGHT - BOTTOM
 
 
-def of_runs(listed: Sequence[Listed], total: int) -> str:
+def of_runs(listed: Sequence[ListedRun], total: int) -> str:
     """Return the page of the last runs."""
     rows = [
         {

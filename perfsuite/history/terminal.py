@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from perfsuite.history import steps
-from perfsuite.history.index import Listed
+from perfsuite.history.index import ListedRun
 from perfsuite.history.records import Accepted
 from perfsuite.history.series import Point
 from perfsuite.history.steps import Step
@@ -25,7 +25,7 @@ MOST_STEPS = 10
 STYLES = {"good": "green", "fair": "yellow", "bad": "bold red", "plain": ""}
 
 
-def show_runs(out: Console, listed: Sequence[Listed], total: int, found: Mapping[str, Sequence[Step]]) -> None:
+def show_runs(out: Console, listed: Sequence[ListedRun], total: int, found: Mapping[str, Sequence[Step]]) -> None:
     """Print the last runs, the newest first, and the steps since the oldest of them."""
     table = _table("date (UTC)", "kind", "revision", "device", "verdicts")
     for one in listed:

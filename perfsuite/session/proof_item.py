@@ -253,7 +253,7 @@ class ProofItem(pytest.Function):
                 if self.alone:
                     self._call_alone(parse_case(self.only, self.dtype))
                     return
-                with execution.leaving_nothing(self.pair):
+                with execution.restoring_global_state(self.pair):
                     self._prove_all()
             except outside.Unsendable as error:
                 pytest.skip(f"not called outside of a test: {error}")

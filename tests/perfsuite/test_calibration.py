@@ -237,7 +237,7 @@ def test_simulated_gate_adds_one_process_to_open_workloads_per_round(
     rounds: list[dict[str, int]] = []
     opened: list[set[str]] = []
 
-    def analyse(subjects: Any, suite: decision.Suite, *, selected: int) -> Any:
+    def analyse(subjects: Any, suite: decision.SuiteNoise, *, selected: int) -> Any:
         every = list(subjects)
         assert selected == len(every) == 2 * resample.COPIES
         assert sum(s.sampled for s in every) == paired.sample_size(len(every))
@@ -248,7 +248,7 @@ def test_simulated_gate_adds_one_process_to_open_workloads_per_round(
             assert {len(m.log_ratios[ACCEPTED]) for m in s.runs} == {min(planned, BLOCKS)}
         answers = decide(every, suite, selected=selected)
         rounds.append({s.id: len(s.runs) for s in every})
-        opened.append({i for i, a in answers.items() if isinstance(a, decision.Open)})
+        opened.append({i for i, a in answers.items() if isinstance(a, decision.Undecided)})
         return answers
 
     decide = decision.analyse

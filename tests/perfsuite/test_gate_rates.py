@@ -18,7 +18,7 @@ from scale import FULL, FULLY
 from perfsuite.baseline.accepted_entries import Entry
 from perfsuite.baseline.priors import suite_noise
 from perfsuite.gate import planning
-from perfsuite.gate.decision import Open, analyse
+from perfsuite.gate.decision import Undecided, analyse
 from perfsuite.gate.estimates import Subject, margin_of
 from perfsuite.records import Measurement, Status, Verdict
 from perfsuite.session.modes.paired import sample_size
@@ -83,7 +83,7 @@ class Simulated:
                 s = subjects[key]
                 subjects[key] = replace(s, runs=tuple(measured[key][: len(s.runs) + 1]))
             answers = analyse(subjects.values(), self.noise, selected=self.workloads)
-            left = [key for key, answer in answers.items() if isinstance(answer, Open)]
+            left = [key for key, answer in answers.items() if isinstance(answer, Undecided)]
         return {key: answer for key, answer in answers.items() if isinstance(answer, Verdict)}
 
 

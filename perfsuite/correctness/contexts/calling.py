@@ -15,7 +15,7 @@ from perfsuite.correctness.execution import Leaves
 from perfsuite.correctness.integrity.probe import Probe
 from perfsuite.correctness.rule import NONE
 from perfsuite.correctness.side_calls import CallSide
-from perfsuite.correctness.truths import Discard, Known, Truth
+from perfsuite.correctness.truths import Discard, Truth, TruthFunction
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.sides import Side, as_side
 from perfsuite.declare.specs import ListSpec, Size, Spec, TensorSpec, elements, symbols
@@ -35,7 +35,7 @@ def hold(
     call_side: CallSide,
     words: str,
     *,
-    known: Known | None = None,
+    known: TruthFunction | None = None,
     eps: float | None = None,
     refusable: bool = False,
     reference_may_refuse: bool = False,
@@ -78,8 +78,8 @@ def hold(
 
 
 def _known_in(
-    probe: Probe, call_side: CallSide, known: Known | None, *, eps: float | None, reference_may_refuse: bool
-) -> Known | None:
+    probe: Probe, call_side: CallSide, known: TruthFunction | None, *, eps: float | None, reference_may_refuse: bool
+) -> TruthFunction | None:
     """Return the truth of a call in this way, after a call of the reference; None if the reference itself is not right
     there. Raise what the reference raises, except if it may refuse."""
     try:
@@ -117,7 +117,7 @@ class _Attempt:
             raise self._answer
         return self._answer
 
-    def is_right(self, known: Known) -> bool:
+    def is_right(self, known: TruthFunction) -> bool:
         """Return whether the answer is right; False if the side raises, or the truth cannot be established."""
         try:
             return _is_right(self.probe, known, self.answer())
@@ -142,14 +142,14 @@ def hold_anew(
     hold(probe, call_side, words, known=known, refusable=refusable, reference_may_refuse=reference_may_refuse)
 
 
-def judge(probe: Probe, known: Known, produced: Leaves, words: str) -> None:
+def judge(probe: Probe, known: TruthFunction, produced: Leaves, words: str) -> None:
     try:
         equivalence.hold(probe.pair, known, produced, name=probe.name, strict_strides=False)
     except NotEquivalent as error:
         raise probe.fault(f"is wrong {words}: {str(error).removeprefix(f'{probe.pair.name}: ')}") from None
 
 
-def _is_right(probe: Probe, known: Known, produced: Leaves) -> bool:
+def _is_right(probe: Probe, known: TruthFunction, produced: Leaves) -> bool:
     try:
         equivalence.hold(probe.pair, known, produced, name=probe.name, strict_strides=False)
     except NotEquivalent:

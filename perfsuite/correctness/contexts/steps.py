@@ -23,7 +23,7 @@ from perfsuite.correctness.execution import Leaves
 from perfsuite.correctness.integrity.probe import Probe
 from perfsuite.correctness.rule import NONE
 from perfsuite.correctness.side_calls import StepInputs
-from perfsuite.correctness.truths import Discard, Known
+from perfsuite.correctness.truths import Discard, TruthFunction
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.specs import EXPANDED, TensorSpec
 from perfsuite.draws import inputs as make
@@ -194,7 +194,7 @@ def _steps(call: Callable[..., Any], pair: Pair, values: dict[str, Any], step_in
     return execution.of_all_steps(execution.run_steps(call, pair, values, _steps_of(pair), step_inputs))
 
 
-def _known(probe: Probe) -> Known:
+def _known(probe: Probe) -> TruthFunction:
     return truths.by_replicas(probe.pair, probe.case, probe.device, gradients=False, home=probe.home, call_side=_steps)
 
 

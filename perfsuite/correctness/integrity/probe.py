@@ -33,7 +33,7 @@ class Probe:
     case: Case
     device: str
     home: Path | None
-    known: dict[tuple[int, bool], truths.Known] = field(default_factory=dict)
+    known: dict[tuple[int, bool], truths.TruthFunction] = field(default_factory=dict)
     """(the case's seed, whether gradients are included) → truths, which the checks share."""
     inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The case's seed → the inputs as drawn. A call gets a copy."""

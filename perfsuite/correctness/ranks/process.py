@@ -35,7 +35,7 @@ from perfsuite.correctness.ranks.group import Ended, Found, Raised, Request, Ver
 from perfsuite.declare import discovery
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.sides import as_side
-from perfsuite.errors import HarnessFault, LeftChanged, NotEquivalent, PerfsuiteError, first_line, users_frame
+from perfsuite.errors import GlobalStateChanged, HarnessFault, NotEquivalent, PerfsuiteError, first_line, users_frame
 from perfsuite.records import OPTIMIZED, REFERENCE
 from perfsuite.state import process_state
 from perfsuite.system import triton_interpreter
@@ -111,8 +111,8 @@ def _verdict(error: BaseException) -> Verdict:
 def _raised(error: Exception) -> Raised:
     if isinstance(error, parts.ChangedInputError):
         return Found(kind="", text=str(error), place="")
-    if isinstance(error, LeftChanged):
-        return Found(kind="LeftChanged", text=error.words, place="")
+    if isinstance(error, GlobalStateChanged):
+        return Found(kind=GlobalStateChanged.__name__, text=error.words, place="")
     frame = users_frame(error)
     place = f"{Path(frame.filename).name}:{frame.lineno}" if frame is not None else ""
     return Raised(kind=type(error).__name__, text=first_line(error), place=place)

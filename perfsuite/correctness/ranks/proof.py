@@ -151,7 +151,7 @@ def _is_wrong_alone(pair: Pair, case: Case, device: str, home: Path | None) -> b
 
 
 def hold(
-    pair: Pair, known: truths.Known, of_ranks: list[Leaves], truth: truths.Truth, side: str, tally: Tally | None
+    pair: Pair, known: truths.TruthFunction, of_ranks: list[Leaves], truth: truths.Truth, side: str, tally: Tally | None
 ) -> None:
     """Raise InParts if outputs joined from the ranks' parts are wrong, and OnRank if another output is wrong on a
     rank."""
@@ -176,7 +176,7 @@ def hold(
         raise OnRank(f"{first}, on rank {rank} of {pair.at_ranks}") from None
 
 
-def _wrong_parts(pair: Pair, known: truths.Known, truth: truths.Truth, calls: _Calls) -> list[int]:
+def _wrong_parts(pair: Pair, known: truths.TruthFunction, truth: truths.Truth, calls: _Calls) -> list[int]:
     """Return the ranks whose parts of outputs are wrong beside the reference's parts of the other ranks."""
     wrong = []
     for rank, own in enumerate(calls.produced[OPTIMIZED]):

@@ -15,10 +15,10 @@ import pytest
 
 from perfsuite import faults
 from perfsuite.baseline.accepted_entries import Entry, short
-from perfsuite.baseline.priors import Suite, suite_noise
+from perfsuite.baseline.priors import SuiteNoise, suite_noise
 from perfsuite.errors import RevisionError
 from perfsuite.gate import confirmation, decision, estimates, planning, stages
-from perfsuite.gate.decision import Open
+from perfsuite.gate.decision import Undecided
 from perfsuite.gate.estimates import Subject
 from perfsuite.records import Measurement, PromiseRecord, Status, Verdict
 from perfsuite.report import units
@@ -72,7 +72,7 @@ class Paired(Mode):
         """Whether only one process prepares at a time."""
 
     @functools.cached_property
-    def suite(self) -> Suite:
+    def suite(self) -> SuiteNoise:
         """Noise of all accepted workloads."""
         return suite_noise(self.entries)
 
@@ -197,33 +197,33 @@ class Paired(Mode):
         needed = self._needed(ids)
         sample = self._sample(ids)
         needed |= dict.fromkeys(sample - needed.keys(), 2)
-        left = {i: Open(processes=needed.get(i, 1), reason="nothing was measured") for i in ids}
+        left = {i: Undecided(processes=needed.get(i, 1), reason="nothing was measured") for i in ids}
         verdicts: dict[str, Verdict] = {}
-        opened: dict[str, Open] = {}
+        opened: dict[str, Undecided] = {}
         while left:
             self._time(left, sample)
             answers = self._analysed([i for i in ids if i not in self.failures], sample)
             verdicts = {i: a for i, a in answers.items() if isinstance(a, Verdict)}
             # A verdict may be withdrawn because others, measured later, show that the run is noisy.
-            opened = {i: a for i, a in answers.items() if isinstance(a, Open)}
+            opened = {i: a for i, a in answers.items() if isinstance(a, Undecided)}
             left = {i: a for i, a in opened.items() if len(self.runs.get(i, ())) < MOST_PROCESSES}
             self.progress.say(_round(verdicts.values(), opened))
         verdicts |= {i: self.undecided(i, answer) for i, answer in opened.items()}
         verdicts |= self._confirm(verdicts)
         return verdicts | {i: failed(i, self.failures[i]) for i in ids if i in self.failures}
 
-    def _analysed(self, ids: Collection[str], sample: Collection[str]) -> dict[str, Verdict | Open]:
+    def _analysed(self, ids: Collection[str], sample: Collection[str]) -> dict[str, Verdict | Undecided]:
         """Return the rule's answer for each of these workloads, from the processes measured so far."""
         subjects = [self._subject(i, sampled=i in sample) for i in ids]
         answers = decision.analyse(subjects, self.suite, selected=max(1, len(self.items)))
         for id, answer in answers.items():
-            if isinstance(answer, Open) and answer.reference:
+            if isinstance(answer, Undecided) and answer.reference:
                 self.full.add(id)
             elif len(self.runs.get(id, ())) in stages.STAGES:
                 self.full.discard(id)
         return answers
 
-    def _time(self, left: Mapping[str, Open], sample: Collection[str]) -> None:
+    def _time(self, left: Mapping[str, Undecided], sample: Collection[str]) -> None:
         """Time each workload in as many processes as its answer asks for, then in those that the rule requests."""
         due = {id: answer.processes for id, answer in left.items()}
 
@@ -234,7 +234,7 @@ class Paired(Mode):
             # Only workloads with two processes or more show how noisy this run is.
             several = [i for i, runs in self.runs.items() if len(runs) > 1 and i not in self.failures]
             answer = self._analysed({*several, id}, sample)[id]
-            if not isinstance(answer, Open) or len(self.runs[id]) >= MOST_PROCESSES:
+            if not isinstance(answer, Undecided) or len(self.runs[id]) >= MOST_PROCESSES:
                 return []
             due[id] = self._requested(id, answer)
             tasks = self._time_tasks(id, due[id])
@@ -273,7 +273,7 @@ class Paired(Mode):
     def _has_failed(self, id: str, why: str) -> bool:
         return id in self.failures and why in self.failures[id].message
 
-    def _requested(self, id: str, answer: Open) -> int:
+    def _requested(self, id: str, answer: Undecided) -> int:
         """Return how many further processes of an undecided workload are started. On a GPU, it is as many as will
         probably be needed."""
         if self.device != "cuda":
@@ -433,7 +433,7 @@ class Paired(Mode):
         """Return the promises that this mode checks."""
         return PromiseRecord()
 
-    def undecided(self, id: str, answer: Open) -> Verdict:
+    def undecided(self, id: str, answer: Undecided) -> Verdict:
         """Return the verdict on a workload that the rule has not decided after MOST_PROCESSES processes."""
         return failed(
             id, Failure(status=Status.NOISY, message=f"not decided after {MOST_PROCESSES} processes: {answer.reason}")
@@ -460,7 +460,7 @@ def _at_once(last: Measurement) -> int:
     return max(AT_ONCE, min(MOST_AT_ONCE, math.ceil(prepared / alone))) if alone > 0 else AT_ONCE
 
 
-def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Open]) -> str:
+def _round(verdicts: Iterable[Verdict], opened: Mapping[str, Undecided]) -> str:
     counts: dict[str, int] = {}
     for verdict in verdicts:
         counts[verdict.status] = counts.get(verdict.status, 0) + 1

@@ -46,7 +46,7 @@ class RankTiming:
         self.evidence: Evidence | None = None
         self.seed: int | None = None
         """Seed of the workload's own case; None: that of the first case to compare."""
-        self.own: truths.Known | None = None
+        self.own: truths.TruthFunction | None = None
 
     def prove(self, task: Task) -> WorkloadProof:
         """Return the proof of the outputs of all ranks."""
@@ -114,7 +114,7 @@ class RankTiming:
             self.evidence = tally.evidence(self.timed, judge.case.dtype, self.device)
         return Judged(text="", truth_s=took)
 
-    def _known(self, case: Case) -> truths.Known:
+    def _known(self, case: Case) -> truths.TruthFunction:
         """Return the truth of the case. That of the workload's own case is kept."""
         self.seed = case.seed if self.seed is None else self.seed
         if case.seed != self.seed:

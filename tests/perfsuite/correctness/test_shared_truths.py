@@ -17,7 +17,7 @@ from perfsuite.correctness import equivalence, rule, shared_truths, side_calls, 
 from perfsuite.correctness.rule import FEW, NONE, REPLICAS
 from perfsuite.correctness.shared_truths import CachedReferenceResults, cached_results
 from perfsuite.correctness.tally import MIN_PROOFS, Tally
-from perfsuite.correctness.truths import Discard, Known, Truth
+from perfsuite.correctness.truths import Discard, Truth, TruthFunction
 from perfsuite.declare.sides import as_side
 from perfsuite.draws.cases import case_line
 from perfsuite.errors import NotEquivalent, PairError
@@ -401,7 +401,7 @@ def test_replicas_are_added_only_if_a_side_is_not_clearly_right(monkeypatch: pyt
         assert asked == expected
 
 
-def noted(known: Known) -> tuple[Known, list[int]]:
+def noted(known: TruthFunction) -> tuple[TruthFunction, list[int]]:
     """Return the function, and a list that records the number of replicas of each call."""
     asked = list[int]()
 

@@ -17,9 +17,9 @@ import scipy  # its parts are imported where they are used
 from builders import counting, entry, few, measurement, side, workload_id
 
 from perfsuite.baseline.accepted_entries import Entry
-from perfsuite.baseline.priors import Suite, suite_noise
+from perfsuite.baseline.priors import SuiteNoise, suite_noise
 from perfsuite.gate import decision, estimates, planning, soundness, stages
-from perfsuite.gate.decision import STAGES, Open, analyse, promises_only
+from perfsuite.gate.decision import STAGES, Undecided, analyse, promises_only
 from perfsuite.gate.estimates import NO_SHIFT, Speedup, Subject, margin_of
 from perfsuite.records import Measurement, PromiseRecord, SideRecord, Status, Verdict
 from perfsuite.statistics.hierarchical import DEFAULT_NOISE, IMPORT_BIAS, Estimate, Noise, Variance, fit_prior, noise_of
@@ -29,7 +29,7 @@ TRUTH = math.log(20.0)
 OFFSETS = (0.0, -0.001, 0.001)
 """Process shifts of a workload with medium noise."""
 NOISE = Noise(process=Variance(value=0.001**2, dof=20.0), session=Variance(value=0.001**2, dof=20.0))
-SUITE = Suite(ratio=NOISE, paired=NOISE)
+SUITE = SuiteNoise(ratio=NOISE, paired=NOISE)
 REVISION = "the accepted revision 1a2b3c4"
 SELECTED = 40
 FINE = 10**6
@@ -70,14 +70,14 @@ def subject(run: Sequence[Measurement], **fields: Any) -> Subject:
 
 
 def judge(
-    run: Sequence[Measurement], *, suite: Suite = SUITE, selected: int = SELECTED, **fields: Any
-) -> Verdict | Open:
+    run: Sequence[Measurement], *, suite: SuiteNoise = SUITE, selected: int = SELECTED, **fields: Any
+) -> Verdict | Undecided:
     answers = analyse([subject(run, **fields)], suite, selected=selected)
     assert list(answers) == [ID]
     return answers[ID]
 
 
-def verdict(answer: Verdict | Open | None, status: Status) -> Verdict:
+def verdict(answer: Verdict | Undecided | None, status: Status) -> Verdict:
     assert isinstance(answer, Verdict), answer
     assert answer.status is status, answer.message
     assert answer.message.startswith(f"{status} {answer.id}: ")
@@ -85,8 +85,8 @@ def verdict(answer: Verdict | Open | None, status: Status) -> Verdict:
     return answer
 
 
-def opened(answer: Verdict | Open, processes: int = 1, *, reference: bool = False) -> str:
-    assert isinstance(answer, Open), answer
+def opened(answer: Verdict | Undecided, processes: int = 1, *, reference: bool = False) -> str:
+    assert isinstance(answer, Undecided), answer
     assert (answer.processes, answer.reference) == (processes, reference)
     assert answer.reason
     return answer.reason
@@ -142,7 +142,7 @@ def test_constants_of_the_rule_have_their_documented_values() -> None:
     assert (2.0, math.log(1.2), 20.0) == (planning.FEW_FACTOR, planning.FEW_LEAST, soundness.RATIO_MAX)
 
 
-@pytest.mark.parametrize("record", [Open, Speedup, Subject, Suite])
+@pytest.mark.parametrize("record", [Undecided, Speedup, Subject, SuiteNoise])
 def test_records_are_frozen_named_and_slotted(record: type) -> None:
     fields = dataclasses.fields(record)
     made = record(**{f.name: 1.0 for f in fields})
@@ -153,9 +153,9 @@ def test_records_are_frozen_named_and_slotted(record: type) -> None:
 
 
 def test_default_values_of_records() -> None:
-    assert Suite() == Suite(ratio=DEFAULT_NOISE, paired=DEFAULT_NOISE)
+    assert SuiteNoise() == SuiteNoise(ratio=DEFAULT_NOISE, paired=DEFAULT_NOISE)
     assert Subject(id="a") == Subject(id="a", runs=(), entry=None, promises=PromiseRecord(), margin=None, sampled=False)
-    assert not Open(processes=1, reason="").reference
+    assert not Undecided(processes=1, reason="").reference
     speed = Speedup(now=Estimate(value=0.0, se=1.0, dof=1.0))
     assert (speed.promised, speed.holds, speed.broken, speed.full, speed.likely) == (0.0, True, False, 0, 1)
 
@@ -171,7 +171,7 @@ def test_workload_without_a_measurement_needs_a_first_process() -> None:
 )
 def test_open_answer_estimates_how_many_processes_will_decide(slower: float, count: int, likely: int) -> None:
     answer = judge(runs(slower, count, scale=0.01), margin=0.01, sampled=True)
-    assert isinstance(answer, Open)
+    assert isinstance(answer, Undecided)
     assert answer.likely == likely
 
 
@@ -183,7 +183,7 @@ def test_doubtful_promise_estimates_how_many_processes_will_decide() -> None:
     for held in (15.5, 16.0):
         verdict(promised(first_few(runs(count=1)), held), Status.PASS)
     found = [promised(first_few(runs(count=1)), p) for p in (17.0, 19.0, 19.9, 20.5)]
-    assert [a.likely for a in found if isinstance(a, Open)] == [1, 1, 1, decision.RED_PROCESSES - 1]
+    assert [a.likely for a in found if isinstance(a, Undecided)] == [1, 1, 1, decision.RED_PROCESSES - 1]
     assert speed_of(runs(count=1), 1.5).likely == 1
 
 
@@ -303,10 +303,10 @@ def test_same_code_is_not_noisy_because_of_one_disturbed_process() -> None:
     measured = [0.18, 0.05, 0.0, 0.015, -0.01, 0.002] + [0.0] * 6
     made = [process(slower) for slower in measured]
     for count in (1, 2, 3, 4):
-        assert isinstance(judge(made[:count], same_code=True), Open)
+        assert isinstance(judge(made[:count], same_code=True), Undecided)
     passed = verdict(judge(made[:6], same_code=True), Status.PASS)
     assert passed.message.endswith("measured 0.9% slower than that")
-    assert isinstance(judge(made[:8]), Open)
+    assert isinstance(judge(made[:8]), Undecided)
     verdict(judge(made), Status.NOISY)
     verdict(judge([process(0.02), process(-0.9)] * 6, same_code=True), Status.PASS)
     verdict(judge([process(0.02), process(0.9)] * 6, same_code=True), Status.NOISY)
@@ -317,7 +317,7 @@ def test_same_code_does_not_count_in_the_noise_of_the_run() -> None:
     others = [subject(runs(count=2, scale=6.0), id=f"other{n}") for n in range(8)]
     judged = [subject([replace(m, id=s.id) for m in s.runs], id=s.id) for s in others]
     near = subject([replace(m, id="near") for m in runs(0.006, 1)], id="near")
-    assert isinstance(analyse([*judged, near], SUITE, selected=SELECTED)["near"], Open)
+    assert isinstance(analyse([*judged, near], SUITE, selected=SELECTED)["near"], Undecided)
     same = [replace(s, same_code=True) for s in judged]
     verdict(analyse([*same, near], SUITE, selected=SELECTED)["near"], Status.PASS)
 
@@ -489,7 +489,7 @@ def test_default_margin_is_rounded_up_to_a_tenth_of_a_percent() -> None:
 
 
 def test_least_margin_depends_on_the_clock() -> None:
-    quiet = Suite(paired=replace(NOISE, process=Variance(value=1e-12, dof=30.0)))
+    quiet = SuiteNoise(paired=replace(NOISE, process=Variance(value=1e-12, dof=30.0)))
     for clock, least in (("device", 0.01), ("wall", 0.015)):
         run = [measurement(accepted=o / 100, clock=clock) for o in OFFSETS * 2]
         made = entry(run)
@@ -503,7 +503,7 @@ def test_least_margin_depends_on_the_clock() -> None:
 
 def test_margin_is_finite_for_extreme_noise() -> None:
     assert estimates._resolvable(Estimate(value=0.0, se=1e6, dof=4.0), 10**6, 0.01) >= estimates.MARGIN_MOST
-    assert margin_of(entry([process(o) for o in (-20.0, 20.0)]), Suite(), selected=10**9) == 0.10
+    assert margin_of(entry([process(o) for o in (-20.0, 20.0)]), SuiteNoise(), selected=10**9) == 0.10
 
 
 def test_declared_margin_replaces_the_default() -> None:
@@ -537,7 +537,7 @@ def test_two_revisions_are_compared_without_a_baseline() -> None:
 # --- the noise ------------------------------------------------------------------------------------------------------
 
 
-def width(answer: Verdict | Open) -> float:
+def width(answer: Verdict | Undecided) -> float:
     """Return the half-width of a verdict's interval."""
     assert isinstance(answer, Verdict), answer
     assert answer.low is not None
@@ -694,7 +694,7 @@ def test_noise_of_the_suite_is_fitted_to_all_accepted_workloads() -> None:
     assert found.ratio != found.paired
     plain = {k: e for k, e in entries.items() if not e.process_means("accepted")}
     assert suite_noise(plain).paired == suite_noise(plain).ratio == fit_prior(e.process_means() for e in plain.values())
-    assert suite_noise({}) == Suite()
+    assert suite_noise({}) == SuiteNoise()
 
 
 def test_noise_of_a_clock_is_fitted_to_its_workloads_if_at_least_five() -> None:
@@ -719,18 +719,18 @@ def test_noise_of_a_clock_is_fitted_to_its_workloads_if_at_least_five() -> None:
 
 def test_promise_is_compared_with_this_run_if_sessions_vary_widely() -> None:
     """If the reference differs by 40% between hosts, more processes would not reduce that error."""
-    shifty = Suite(ratio=replace(NOISE, session=Variance(value=0.2**2, dof=3.0)), paired=NOISE)
+    shifty = SuiteNoise(ratio=replace(NOISE, session=Variance(value=0.2**2, dof=3.0)), paired=NOISE)
     held = verdict(promised(runs(), 19.0, suite=shifty), Status.PASS)
     assert held.speedup_low < 19.0
     below = verdict(promised(runs(count=12), 22.0, suite=shifty), Status.BELOW_FLOOR)
     assert below.speedup_high > 22.0
-    assert isinstance(promised(runs(), 22.0, suite=shifty), Open)  # the difference may be due to the session
+    assert isinstance(promised(runs(), 22.0, suite=shifty), Undecided)  # the difference may be due to the session
 
 
 # --- stored figures -------------------------------------------------------------------------------------------------
 
 
-def stored(run: Sequence[Measurement], **fields: Any) -> Verdict | Open:
+def stored(run: Sequence[Measurement], **fields: Any) -> Verdict | Undecided:
     return judge(
         [replace(m, log_ratios={"reference": m.log_ratios["reference"]}) for m in run], stored="no git", **fields
     )
@@ -799,7 +799,7 @@ def test_comparison_with_stored_figures_includes_errors_of_both_sessions(session
 
 
 def test_margin_of_stored_figures_is_limited_to_4_percent_or_the_default() -> None:
-    shifty = Suite(ratio=replace(NOISE, session=Variance(value=0.01**2, dof=20.0)), paired=NOISE)
+    shifty = SuiteNoise(ratio=replace(NOISE, session=Variance(value=0.01**2, dof=20.0)), paired=NOISE)
     assert verdict(stored(kept(count=12), suite=shifty), Status.NOISY).margin == 0.04
     loud = accepted(100.0)
     own = estimates._default_margin(noise_of(loud.process_means(), NOISE).process, SELECTED, 0.01)
@@ -807,7 +807,7 @@ def test_margin_of_stored_figures_is_limited_to_4_percent_or_the_default() -> No
     assert isinstance(found, Verdict)
     assert found.margin == own > 0.04
     # A workload that needs no wider margin has that of six processes.
-    exact = Suite(ratio=replace(NOISE, session=Variance(value=1e-12, dof=20.0)), paired=NOISE)
+    exact = SuiteNoise(ratio=replace(NOISE, session=Variance(value=1e-12, dof=20.0)), paired=NOISE)
     mild = accepted(14.0, sessions=3)
     own = estimates._default_margin(noise_of(mild.process_means(), exact.ratio).process, SELECTED, 0.01)
     assert verdict(stored(kept(0.0, 12, scale=0.1), entry=mild, suite=exact), Status.PASS).margin == own > 0.01
@@ -834,7 +834,7 @@ def test_moved_reference_may_hide_a_slowdown(moved: float, status: Status) -> No
 def test_only_seconds_are_compared_if_the_reference_has_few_samples() -> None:
     made = entry([few(m) for m in kept(count=5)])
 
-    def own(slower: float, **fields: Any) -> Verdict | Open:
+    def own(slower: float, **fields: Any) -> Verdict | Undecided:
         return stored([few(m) for m in kept(slower, scale=300.0, **fields)], entry=made)
 
     found = verdict(own(0.02), Status.PASS)
@@ -887,7 +887,7 @@ def test_stored_figures_without_an_entry_are_no_baseline() -> None:
 # --- the promised speedup -------------------------------------------------------------------------------------------
 
 
-def promised(run: Sequence[Measurement], speedup: float, **fields: Any) -> Verdict | Open:
+def promised(run: Sequence[Measurement], speedup: float, **fields: Any) -> Verdict | Undecided:
     return judge(run, promises=PromiseRecord(speedup=speedup), **fields)
 
 
@@ -956,7 +956,7 @@ def test_complete_reference_replaces_a_stopped_one() -> None:
 
 
 def test_few_samples_must_exceed_a_promise_by_a_fifth() -> None:
-    quiet = Suite(
+    quiet = SuiteNoise(
         ratio=Noise(process=Variance(value=1e-12, dof=30.0), session=Variance(value=1e-12, dof=30.0)), paired=NOISE
     )
     made = entry([measurement(accepted=o, ratio=TRUTH) for o in OFFSETS])
@@ -1455,8 +1455,8 @@ def test_random_measurements_end_in_a_verdict_within_24_processes(seed: int) -> 
             sampled=rng.random() < 0.3,
             same_code=rng.random() < 0.3,
         )
-        answer: Verdict | Open = Open(processes=1, reason="")
-        while isinstance(answer, Open):
+        answer: Verdict | Undecided = Undecided(processes=1, reason="")
+        while isinstance(answer, Undecided):
             assert len(s.runs) < 24
             s = replace(s, runs=(*s.runs, rng.choice(pool)))
             answer = analyse([s], SUITE, selected=rng.choice([1, 70, 10**6]))[ID]

@@ -14,7 +14,7 @@ from builders import MACHINE, entry, measurement
 
 from perfsuite.baseline.accepted_entries import Entry
 from perfsuite.gate import decision
-from perfsuite.gate.decision import Open
+from perfsuite.gate.decision import Undecided
 from perfsuite.gate.planning import FEW_BLOCKS
 from perfsuite.records import PromiseRecord, Status, Verdict, WorkloadProof
 from perfsuite.revisions.revision import Tree
@@ -81,7 +81,7 @@ class Scripted(Paired):
             yield ID, self.runs[ID][-1]
             left.extend(further(ID))
 
-    def _analysed(self, ids: Collection[str], sample: Collection[str]) -> dict[str, Verdict | Open]:
+    def _analysed(self, ids: Collection[str], sample: Collection[str]) -> dict[str, Verdict | Undecided]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decision, "analyse", lambda s, suite, *, selected: {ID: self.answer()} if s else {})
             return super()._analysed(ids, sample)
@@ -113,13 +113,13 @@ class Scripted(Paired):
 
         return Silent()
 
-    def answer(self) -> Verdict | Open:
+    def answer(self) -> Verdict | Undecided:
         done = len(self.runs.get(ID, ()))
         if not done:
-            return Open(processes=1, reason="nothing was measured")
+            return Undecided(processes=1, reason="nothing was measured")
         if done > len(self.doubts):
             return Verdict(id=ID, status=Status.PASS, message="")
-        return Open(processes=1, reason="", reference=self.doubts[done - 1], likely=self.likely)
+        return Undecided(processes=1, reason="", reference=self.doubts[done - 1], likely=self.likely)
 
 
 def with_reference_of(seconds: float) -> Entry:
@@ -324,7 +324,7 @@ def test_requested_processes_complete_a_stage_of_the_rule(done: int, likely: int
     """The rule may decide after 1, 2, 3, 4, 6, 8 or 12 processes, but not after five or seven."""
     mode = Scripted(with_reference_of(0.1), [])
     mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0)] * done}
-    assert mode._requested(ID, Open(processes=1, reason="", likely=likely)) == further
+    assert mode._requested(ID, Undecided(processes=1, reason="", likely=likely)) == further
     assert done + further in decision.STAGES
 
 
@@ -334,9 +334,9 @@ def test_workloads_that_prepare_for_long_request_more_processes_at_once(warm_up_
     mode, last = Scripted(with_reference_of(0.1), []), measurement(accepted=0.0)
     last = replace(last, seconds=1.0 + warm_up_s, phases={"warm-up": warm_up_s, "timing": 0.9, "waiting": 50.0})
     mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0), last]}
-    assert mode._requested(ID, Open(processes=1, reason="")) == further
+    assert mode._requested(ID, Undecided(processes=1, reason="")) == further
     mode.runs = {ID: [last]}
-    assert mode._requested(ID, Open(processes=1, reason="")) == 1, "two decide most workloads"
+    assert mode._requested(ID, Undecided(processes=1, reason="")) == 1, "two decide most workloads"
 
 
 def test_requested_processes_are_limited_by_the_memory_peak() -> None:
@@ -346,12 +346,12 @@ def test_requested_processes_are_limited_by_the_memory_peak() -> None:
     assert peak
     for beside in (1, 2, 3):
         mode.gpu_memory_bytes = int(beside * 2.01 * peak / 0.875)
-        assert mode._requested(ID, Open(processes=1, reason="", likely=3)) == beside
+        assert mode._requested(ID, Undecided(processes=1, reason="", likely=3)) == beside
     mode.runs = {ID: [measurement(accepted=0.0)] * 3}
     mode.gpu_memory_bytes = int(2 * 2.01 * peak / 0.875)
-    assert mode._requested(ID, Open(processes=1, reason="", likely=3)) == 1, "five are no stage"
+    assert mode._requested(ID, Undecided(processes=1, reason="", likely=3)) == 1, "five are no stage"
     mode.accepted = replace(mode.accepted, sides={})
-    assert mode._requested(ID, Open(processes=1, reason="", likely=3)) == 1
+    assert mode._requested(ID, Undecided(processes=1, reason="", likely=3)) == 1
 
 
 def test_without_a_baseline_two_further_processes_are_requested() -> None:
@@ -362,7 +362,7 @@ def test_without_a_baseline_two_further_processes_are_requested() -> None:
 
     mode = Unknown(with_reference_of(0.1), [])
     mode.on, mode.runs = "cuda", {ID: [measurement(accepted=0.0)] * 2}
-    assert mode._requested(ID, Open(processes=1, reason="", likely=4)) == 2
+    assert mode._requested(ID, Undecided(processes=1, reason="", likely=4)) == 2
 
 
 def test_a_one_sided_proof_is_repeated_if_the_accepted_side_raises() -> None:
@@ -373,7 +373,7 @@ def test_a_one_sided_proof_is_repeated_if_the_accepted_side_raises() -> None:
     mode.failures = {ID: Failure(status=Status.UNMEASURED, message="the accepted side raises RuntimeError: twice")}
     mode.prove = lambda ids: (again.append(list(ids)), list(ids))[1]  # type: ignore[method-assign]
     mode._do = lambda tasks, further=None: None  # type: ignore[method-assign]
-    mode._time({ID: Open(processes=1, reason="")}, set())
+    mode._time({ID: Undecided(processes=1, reason="")}, set())
     assert again == [[ID]]
     assert (mode.one_sided, mode.failures, mode.proofs) == (set(), {}, {})
     mode.same_code = {ID, "other"}
