@@ -92,7 +92,8 @@ def step(s: Setting) -> Answer:
     each = listed([f"{units.seconds(t)} in {name}" for name, t in seconds.items()])
     detail = (
         f"a step of {config.batch_size} sequences of {config.sequence_length:,} tokens takes {each}{_left_out(seconds)}"
-        f". The source's own {RATE:,} tokens a second are {RATE * STEP:,.0f} tokens in {units.seconds(STEP)}, and such "
+        f". At the source's own {RATE:,} tokens a second, {units.seconds(STEP)} are {RATE * STEP:,.0f} tokens, and "
+        "such "
         f"a step has {SOURCE.tokens:,}"
     )
     return verdict, ("on the precision and the device: " if verdict == DEPENDS else "") + detail
@@ -114,16 +115,16 @@ def speedup(s: Setting) -> Answer:
     whole = verdicts.extrapolated((short, found["short"]), (longer, found["longer"]), length)
     times = [found["longer"] / found["optimized"], *(whole / t for t in timed.values())]
     at_once = listed(
-        [f"{units.seconds(t)} in {name} ({units.significant(whole / t)} times)" for name, t in timed.items()]
+        [f"{units.seconds(t)} in {name} ({units.significant(whole / t)} times as fast)" for name, t in timed.items()]
     )
     verdict = verdicts.meets(times, TIMES)
     detail = (
         f"for {config.batch_size} sequences of {short:,} tokens the reference takes {units.seconds(found['short'])}, "
-        f"for {longer:,} {units.seconds(found['longer'])} and, at as much a token more, for {length:,} "
+        f"for {longer:,} {units.seconds(found['longer'])} and, extrapolated linearly, for {length:,} "
         f"{units.seconds(whole)}. The optimized trainer takes {units.seconds(found['optimized'])} for {longer:,}, "
-        f"uncompiled ({units.significant(times[0])} times), and for {length:,} {at_once}. The source's own times of a "
-        f"step are {STEP_BEFORE / STEP:.1f} times, its tokens a second {RATE / RATE_BEFORE:.0f}, and its hours "
-        f"{HOURS_BEFORE / HOURS:.1f}"
+        f"uncompiled ({units.significant(times[0])} times as fast), and for {length:,} {at_once}. The source's own "
+        f"figures give {STEP_BEFORE / STEP:.1f} times from the time of a step, {RATE / RATE_BEFORE:.0f} times from the "
+        f"tokens a second, and {HOURS_BEFORE / HOURS:.1f} times from the hours"
     )
     return verdict, ("on the precision and the length: " if verdict == DEPENDS else "") + detail
 
@@ -148,12 +149,13 @@ def sequential(s: Setting) -> Answer:
     proportional = slow[last] * s.scanned / s.loop[-1]
     few = str(s.loop[0])
     detail = (
-        f"it is an associative scan. Forward and backward, step by step, take {units.seconds(slow[few])} for "
+        f"an associative scan computes it. Forward and backward, a loop takes {units.seconds(slow[few])} for "
         f"{s.loop[0]:,} tokens, {units.seconds(slow[last])} for {s.loop[-1]:,} and, in proportion, "
-        f"{units.seconds(proportional)} for {s.scanned:,}; scanned they take {units.seconds(fast[few])}, "
-        f"{units.seconds(fast[last])} and {units.seconds(fast[whole])}, {units.significant(proportional / fast[whole])}"
-        f" times less. Of {s.loop[-1]:,} tokens the loop is {own:.1g} away from float64 and the scan "
-        f"{errors[s.loop[-1]]:.1g}, and of {s.scanned:,} the scan {errors[s.scanned]:.1g}"
+        f"{units.seconds(proportional)} for {s.scanned:,}; the scan takes {units.seconds(fast[few])}, "
+        f"{units.seconds(fast[last])} and {units.seconds(fast[whole])}, which is "
+        f"{units.significant(proportional / fast[whole])} times less at {s.scanned:,}. The relative error against "
+        f"float64 is {own:.1g} for the loop and {errors[s.loop[-1]]:.1g} for the scan at {s.loop[-1]:,} tokens, and "
+        f"{errors[s.scanned]:.1g} for the scan at {s.scanned:,}"
     )
     return verdicts.in_turn(max(errors.values()), fast[whole], proportional), detail
 
@@ -176,12 +178,12 @@ def chunks(s: Setting) -> Answer:
     rows = listed([f"{n}: {units.seconds(seconds[n])}, {amount(peaks[n])}, {errors[n]:.1g}" for n in CHUNKS], "; ")
     verdict = verdicts.only_speed(list(errors.values()), list(peaks.values()))
     detail = (
-        f"the plain form, forward and backward of {s.scanned:,} tokens, by chunk (time, memory at its peak, distance "
-        f"from float64): {rows}. The fastest is {min(seconds, key=lambda n: seconds[n])}. The source itself lowers the "
-        "chunk size where memory runs out"
+        f"forward and backward in plain PyTorch for {s.scanned:,} tokens, by chunk size (time, peak memory, relative "
+        f"error against float64): {rows}. The fastest is {min(seconds, key=lambda n: seconds[n])}. The source itself "
+        "lowers the chunk size if memory runs out"
     )
     return verdict, (
-        "on whether memory counts, for the result stays, but for rounding: " * (verdict == DEPENDS)
+        "on whether memory counts; the results are equal except for rounding: " * (verdict == DEPENDS)
     ) + detail
 
 
@@ -196,12 +198,16 @@ def reach(s: Setting) -> Answer:
     least = torch.finfo(torch.float32).smallest_normal * EPS
     layers = s.config.layers
     detail = (
-        f"with the λ that training begins with, of a magnitude of {biggest:.3g} at most, a recurrence's gradient is "
-        f"below {EPS:.2g} of the newest token's {_after(scanned[0], s.reach)}, and that of the whole network, {layers} "
-        f"blocks deep, {_after(whole[0], s.reach)}. With one of {SMALLEST + RANGE:.2f}, which training can only "
-        f"come near, it is so {_after(scanned[1], s.reach)} and {_after(whole[1], s.reach)}: {SMALLEST + RANGE:.2f} to "
-        f"the {length:,} is 1e{length * math.log10(SMALLEST + RANGE):.0f}, and float32 has nothing between 0 and "
-        f"{least:.2g}"
+        f"with the initial λ, whose magnitude is at most {biggest:.3g}, the gradient through one recurrence falls "
+        "below "
+        f"{EPS:.2g} of the newest token's {_after(scanned[0], s.reach)}, and that through the whole network of "
+        f"{layers} "
+        f"blocks {_after(whole[0], s.reach)}. With a magnitude of {SMALLEST + RANGE:.2f}, which training can only "
+        f"approach, they do so {_after(scanned[1], s.reach)} and {_after(whole[1], s.reach)}: {SMALLEST + RANGE:.2f} "
+        "to "
+        f"the power of {length:,} is 1e{length * math.log10(SMALLEST + RANGE):.0f}, and the smallest positive number "
+        "in "
+        f"float32 is {least:.2g}"
     )
     return verdicts.spans(whole, length), detail
 
@@ -214,7 +220,7 @@ def reach(s: Setting) -> Answer:
 def chunked_loss(s: Setting) -> Answer:
     parts, spared = [], []
     fewest = s.rows
-    for name, wide in {"in bfloat16": False, "with the loss in float32, as under autocast": True}.items():
+    for name, wide in {"In bfloat16": False, "with the loss in float32, as under autocast,": True}.items():
         at_once, kept, freed = (
             measured.peak_of_loss(s, form, wide)
             for form in (measured.whole_loss, measured.kept_loss, measured.freed_loss)
@@ -222,15 +228,17 @@ def chunked_loss(s: Setting) -> Answer:
         fewest = min(fewest, at_once[1], kept[1], freed[1])
         spared += [(at_once[0] - kept[0]) / GB, (at_once[0] - freed[0]) / GB]
         parts.append(
-            f"{name} the peak is {amount(at_once[0])} at once, {amount(kept[0])} in chunks whose logits the backward "
-            f"finds ({amount(at_once[0] - kept[0])} less) and {amount(freed[0])} in chunks that leave none "
-            f"({amount(at_once[0] - freed[0])} less)"
+            f"{name} the peak is {amount(at_once[0])} without chunks, {amount(kept[0])} in chunks whose logits are "
+            "kept "
+            f"for the backward pass ({amount(at_once[0] - kept[0])} less) and {amount(freed[0])} in chunks whose "
+            "logits "
+            f"are not kept ({amount(at_once[0] - freed[0])} less)"
         )
     verdict = verdicts.between(spared, 13, 26)
     logits = SOURCE.tokens * VOCABULARY
     detail = (
-        f"logits of {SOURCE.tokens:,} rows take {amount(2 * logits)} in bfloat16 and {amount(4 * logits)} in float32, "
-        f"once: {'; '.join(parts)}"
+        f"one copy of the logits of {SOURCE.tokens:,} rows takes {amount(2 * logits)} in bfloat16 and "
+        f"{amount(4 * logits)} in float32. {'; '.join(parts)}"
     )
     if fewest != SOURCE.tokens:
         detail += f" (from {fewest:,} rows{'' if s.vocabulary == VOCABULARY else f' of {s.vocabulary:,} logits'})"
@@ -246,14 +254,14 @@ def cache(s: Setting) -> Answer:
     numbers = made[0].tolist()
     a_token = {
         "as int64": sum(t.untyped_storage().nbytes() for t in made) / tokens,
-        "in the pack's two bytes each": pack.row.itemsize,
-        "as lists of Python's numbers": (sys.getsizeof(numbers) + sum(map(sys.getsizeof, numbers))) / length,
+        "in the pack (two bytes each)": pack.row.itemsize,
+        "as lists of Python integers": (sys.getsizeof(numbers) + sum(map(sys.getsizeof, numbers))) / length,
     }
     whole = CACHED * SOURCE.sequence_length
     each = listed([f"{amount(whole * size)} {how}" for how, size in a_token.items()])
     detail = (
-        f"{CACHED} chunks of {SOURCE.sequence_length:,} tokens take {each}. For 4 GB a token would need "
-        f"{4 * GB / whole:.0f} bytes"
+        f"{CACHED} chunks of {SOURCE.sequence_length:,} tokens take {each}. To take 4 GB, a token would "
+        f"need {4 * GB / whole:.0f} bytes"
         f"{'' if tokens == whole else f' (from {s.cached} of {length:,})'}"
     )
     near = [verdicts.near(whole * size, 4 * GB) for size in a_token.values()]
@@ -271,13 +279,13 @@ def memory(s: Setting) -> Answer:
     verdict = verdicts.fits(list(peaks.values()), 7.2 * GB)
     detail = (
         f"a step of {s.config.batch_size} sequences of {s.config.sequence_length:,} tokens in bfloat16 takes "
-        f"{amount(peaks[False])} at its peak, and {amount(peaks[True])} where the linear layers are computed again in "
-        f"the backward. Weights, gradients and moments are {amount(16 * count)} of it. Of the source's 7.2 GB four are "
-        "the loader's cache, which is the host's, and its 2 GB of activations are "
+        f"{amount(peaks[False])} at its peak, and {amount(peaks[True])} if the backward pass recomputes the linear "
+        f"layers. Weights, gradients and moments are {amount(16 * count)} of it. Of the source's 7.2 GB, 4 GB are the "
+        "loader's cache, which is in host memory, and its 2 GB of activations are "
         f"{2 * GB / (2 * SOURCE.tokens * SOURCE.width):.2g} arrays of [tokens, width] in half precision, for "
         f"{SOURCE.layers} blocks"
     )
-    return verdict, ("on what is computed again: " * (verdict == DEPENDS)) + detail
+    return verdict, ("on what is recomputed: " * (verdict == DEPENDS)) + detail
 
 
 @CHECKS("C56", "The optimizer's state takes 720 MB.")
@@ -290,8 +298,8 @@ def optimizer_state(s: Setting) -> Answer:
     source = parameters(SOURCE.sizes())
     whole = size / count * source
     detail = (
-        f"AdamW's two moments have {size / count:g} bytes a parameter: of {source:,} that is {amount(whole)}, and half "
-        f"as much in half precision. 720 MB are {720 * MB / source:.2f} bytes a parameter"
+        f"AdamW's two moments have {size / count:g} bytes a parameter: {amount(whole)} for {source:,} parameters, and "
+        f"half as much in half precision. 720 MB would be {720 * MB / source:.2f} bytes a parameter"
         f"{'' if count == source else f' (from {count:,} parameters)'}"
     )
     return (CONFIRMED if verdicts.near(whole, 720 * MB) else REFUTED), detail
@@ -317,10 +325,11 @@ def emptying(s: Setting) -> Answer:
     longer = ablation.paired(every, never)
     low, high = 100 * (longer.low - 1), 100 * (longer.high - 1)
     detail = (
-        f"a step takes {typical(found['kept'])}, and {typical(found['emptied'])} where the cache is emptied before it: "
-        f"{EVERY} steps take {percent(low, high)} longer. Without it the allocator holds {amount(before)} after 3 "
-        f"steps and {amount(after)} after {3 + EVERY}, of which they use {amount(used)} at the peak; what is returned "
-        "the next step takes again"
+        f"a step takes {typical(found['kept'])}, and {typical(found['emptied'])} if the cache is emptied before it: "
+        f"{EVERY} steps take {percent(low, high)} longer. Without emptying, the allocator reserves {amount(before)} "
+        f"after 3 steps and {amount(after)} after {3 + EVERY}. The steps use {amount(used)} of it at their peak, so "
+        "the "
+        "next step allocates again what was freed"
     )
     return verdicts.helps(low, high, after / before - 1 if before else 0.0), detail
 
@@ -370,13 +379,13 @@ def prefetch(s: Setting) -> Answer:
     ratios = listed([words.times(r) for r in gains])
     more = listed([str(ahead) for ahead in PREFETCH_MORE])
     detail = (
-        f"a batch of {count} sequences of {length:,} tokens comes from {s.workers} worker{'s' * (s.workers != 1)}, "
-        f"when nothing else is done, every {each}: {more} are {ratios}. Gathered in the process itself it takes "
-        f"{typical(found['here'])}; of the source's {units.seconds(STEP)} a step the slowest of these is "
-        f"{units.percent(max(median(t) for t in found.values()) / STEP)}"
+        f"if nothing else runs, {s.workers} worker{'s deliver' if s.workers != 1 else ' delivers'} a batch of {count} "
+        f"sequences of {length:,} tokens every {each} prefetched batches: {more} are {ratios}. Without workers a batch "
+        f"takes {typical(found['here'])}. The longest of these times is "
+        f"{units.percent(max(median(t) for t in found.values()) / STEP)} of the source's {units.seconds(STEP)} a step"
     )
     if verdict == UNMEASURED:
-        return verdict, f"{detail}. That may as well be nothing: too noisy to tell"
+        return verdict, f"{detail}. This is too noisy to distinguish from no effect"
     return verdict, ("on whether a step waits for its batch: " * (verdict == DEPENDS)) + detail
 
 
@@ -392,20 +401,20 @@ def half(s: Setting) -> Answer:
     ends, left_out = measured.final_losses(s)
     lost = [b / a - 1 for a, b in ends]
     verdict = verdicts.twice(list(ratios.values()), lost)
-    bfloat16 = f", bfloat16 {typical(seconds['bfloat16'])}" if "bfloat16" in seconds else ""
-    each = listed([f"{name}'s {typical(seconds[name])}, {words.times(r)}" for name, r in ratios.items()])
+    bfloat16 = f"; in bfloat16 it takes {typical(seconds['bfloat16'])}" if "bfloat16" in seconds else ""
+    each = listed([f"{words.times(r)} as the {typical(seconds[name])} in {name}" for name, r in ratios.items()])
     run = s.trained
     detail = (
-        f"a step of {s.config.tokens:,} tokens takes {typical(low)} in float16 against {each}{bfloat16}"
+        f"a step of {s.config.tokens:,} tokens takes {typical(low)} in float16, {each}{bfloat16}"
         if low is not None and ratios
         else "a step did not fit in two precisions"
     )
     detail += (
-        f". A network of width {run.width} ends after {run.steps} steps at {listed([f'{a:.4f}' for a, _ in ends])} in "
-        f"float32 by seed, and in float16 {100 * min(lost):+.2g}% to {100 * max(lost):+.2g}% higher, with "
-        f"{left_out} steps left out in all for the scale of the loss"
+        f". After {run.steps} steps the loss of a network of width {run.width} is, by seed, "
+        f"{listed([f'{a:.4f}' for a, _ in ends])} in float32, and in float16 {100 * min(lost):+.2g}% to "
+        f"{100 * max(lost):+.2g}% higher; the gradient scaler skipped {left_out} steps in all"
     )
-    return verdict, ("on what float32's products are: " * (verdict == DEPENDS)) + detail
+    return verdict, ("on the precision of float32's products: " * (verdict == DEPENDS)) + detail
 
 
 # --- words ---

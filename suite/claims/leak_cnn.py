@@ -74,11 +74,11 @@ def launches(s: Setting) -> Answer:
             found.setdefault(name, []).append(measured.launches_of(s, step))
     what = "launches" if s.device.type == "cuda" else "operations"
     each = ", ".join(f"{few} {name}" for name, (few, _) in found.items())
-    (few, many), tensors = found["one by one"], len(shapes())
-    same = "as many" if few == many else f"one by one {many}"
+    (few, many), tensors = found[_ONE_BY_ONE], len(shapes())
+    same = "as many" if few == many else str(many)
     detail = (
-        f"a step of AdamW has {what}: {each}. With {parameters[1]:,} parameters instead of {parameters[0]:,}, in "
-        f"{tensors} tensors as before, {same}: they go by tensors, {few / tensors:.3g} each one by one"
+        f"{what} of a step of AdamW: {each}. With {parameters[1]:,} parameters instead of {parameters[0]:,}, in "
+        f"{tensors} tensors as before, there are {same}: {_ONE_BY_ONE}, each tensor has {few / tensors:.3g}"
     )
     return (CONFIRMED if few >= 1e6 else REFUTED), detail
 
@@ -92,9 +92,13 @@ def memory(s: Setting) -> Answer:
         forward, step = beside.forward - inplace.forward, beside.step - inplace.step
         spared += [forward, step]
         how = "compiled" if compiled else "eager"
-        parts.append(f"{how}, the peak of a forward is {_mb(forward)} lower and that of a step {_mb(step)}")
+        parts.append(f"{how}, that of a forward pass by {_mb(forward)} and that of a step by {_mb(step)}")
     product = BATCH * CHANNELS[1] * 16 * 4
-    detail = f"the product that it is said to be, {BATCH}×{CHANNELS[1]}×16×1×4 bytes, is {_mb(product)}. {_join(parts)}"
+    detail = (
+        f"the product that the source gives, {BATCH}×{CHANNELS[1]}×16×1×4 bytes, is {_mb(product)}. ReLU in place "
+        "lowers the peak: "
+        f"{_join(parts)}"
+    )
     claimed = 2.3 * MB
     near = [abs(n - claimed) <= TOLERANCE * claimed for n in spared]
     return (CONFIRMED if all(near) else DEPENDS if any(near) else REFUTED), detail + _scaled(s)
@@ -108,11 +112,12 @@ def activations(s: Setting) -> Answer:
     for compiled in (False, True)[: 1 + s.compiled]:
         beside, inplace = (measured.memory_of(s, activation, compiled).kept for activation in _ACTIVATIONS)
         spared.append(beside - inplace)
-        how = "compiled" if compiled else "eager"
-        parts.append(f"{how}, a forward keeps {_mb(beside)} for the backward without it and {_mb(inplace)} with it")
+        how = "A compiled" if compiled else "An eager"
+        parts.append(f"{how} forward pass keeps {_mb(beside)} for the backward pass without it, {_mb(inplace)} with it")
     detail = (
-        f"three activations are {_mb(three)}. {_join(parts)}. ReLU's backward needs its result, which is kept either "
-        "way, and what comes before needs none of its own"
+        f"three activations are {_mb(three)}. {_join(parts, '. ')}. ReLU's backward pass needs its output, which is "
+        "kept "
+        "in both cases, and the layer before it does not need its own"
     )
     enough = [n >= (1 - TOLERANCE) * three for n in spared]
     return (CONFIRMED if all(enough) else DEPENDS if any(enough) else REFUTED), detail + _scaled(s)
@@ -136,10 +141,10 @@ def syncs_saved(s: Setting) -> Answer:
     low, high = saved(ablation.paired(found["each"], found["once"]))
     middle, half = ablation.mean([a - b for a, b in zip(found["each"], found["once"], strict=True)])
     detail = (
-        f"what an epoch does besides: {STEPS} steps on segments on the device take {typical(found['each'])} "
-        f"read one by one and {typical(found['once'])} read once, {percent(low, high)} less, "
-        f"{units.seconds(middle / (STEPS - 1))} a sync. "
-        f"Of the {EPOCH:.0f} s that an epoch takes the source that is {100 * middle / EPOCH:.1g}%"
+        f"what else an epoch does: {STEPS} steps on segments on the device take {typical(found['each'])} if the loss "
+        f"is read after each step and {typical(found['once'])} if it is read once, {percent(low, high)} less, "
+        f"{units.seconds(middle / (STEPS - 1))} for each sync. "
+        f"That is {100 * middle / EPOCH:.1g}% of the {EPOCH:.0f} s that an epoch takes in the source"
     )
     if 100 * (middle + half) / EPOCH >= 2:
         return within(low, high, 2, 5, detail)
@@ -161,8 +166,8 @@ def batches(s: Setting) -> Answer:
         steps.append(trainer.steps)
     taken = " and ".join(map(str, steps))
     detail = (
-        f"on what becomes of the {rest} segments that {whole} batches of {config.batch_size} leave of {ROWS:,}. "
-        f"torch's DataLoader makes {made} unless drop_last is set. The trainers here do: {taken} steps on "
+        f"on what happens to the {rest} of {ROWS:,} segments that remain after {whole} batches of {config.batch_size}. "
+        f"PyTorch's DataLoader makes {made} batches unless drop_last is set. The trainers here make {taken} steps on "
         f"{audio.segments('train')} segments in batches of {FEW_BATCH}. In validation the source rounds up, to "
         f"{rounded[1]} batches of {config.val_batch_size}"
     )
@@ -192,8 +197,8 @@ def syncs(s: Setting) -> Answer:
     found = {name: number for name, (number, _) in counted.items()}
     detail = (
         f"on what else waits: an epoch of {STEPS} batches has {found['reference']} syncs in the reference, "
-        f"{found['alone']} with metrics on the device alone, {found['resident']} with the segments there, too, where "
-        f"the scaler still reads whether the gradients are finite, and {found['all']} with all techniques"
+        f"{found['alone']} with only the metrics on the device, {found['resident']} with the segments there, too (the "
+        f"scaler still reads whether the gradients are finite), and {found['all']} with all techniques"
     )
     if found["alone"] <= 1:
         return CONFIRMED, detail.removeprefix("on what else waits: ")
@@ -211,9 +216,9 @@ def spawning(s: Setting) -> Answer:
     middle, half = ablation.mean(gained)
     sooner = "sooner" if middle > 0 else "later"
     detail = (
-        f"a worker's first batch is there after {typical(found['fork'])} if it is forked and "
-        f"{typical(found['spawn'])} if it is spawned, which is {units.seconds(abs(middle) / 1e3)} {sooner}: a spawned "
-        "one imports torch anew"
+        f"a worker's first batch arrives after {typical(found['fork'])} if it is forked and after "
+        f"{typical(found['spawn'])} if it is spawned, {units.seconds(abs(middle) / 1e3)} {sooner}: a spawned worker "
+        "imports torch again"
     )
     return within(middle - half, middle + half, 50, 100, detail)
 
@@ -234,7 +239,7 @@ def autotune(s: Setting) -> Answer:
         more = first.get(f"{form}{True}", 0.0) - first.get(f"{form}{False}", 0.0)
         detail = (
             f"{form}: {typical(off)} a step without and {typical(on)} with it, {percent(low, high)} less; the first "
-            f"call takes {more:.2g} s more"
+            f"call takes {more:.2g} s longer"
         )
         return within(low, high, 5, 10, detail)
 
@@ -258,8 +263,8 @@ def fullgraph(s: Setting) -> Answer:
     same = plain == full
     detail = (
         f"the network is {len(plain)} graph{'s' * (len(plain) != 1)} without it and {len(full)} with it, "
-        f"{'the same' if same else 'others'}. Where there is a break ({len(broken)} graphs) it "
-        f"{'is an error' if refused else f'leaves {len(broken)}'}, and removes none"
+        f"{'the same' if same else 'others'}. With a graph break ({len(broken)} graphs) it "
+        f"{'raises an error' if refused else f'leaves {len(broken)}'}, and does not remove the break"
     )
     if not s.compiled:
         return (REFUTED if same and refused else UNMEASURED), detail
@@ -295,11 +300,12 @@ def together(s: Setting) -> Answer:
         was, became = seconds[f"{place}{False}"], seconds[f"{place}{True}"]
         low, high = saved(ablation.paired(was, became))
         detail = (
-            f"segments {place}: {typical(was)} an epoch before and {typical(became)} after, {percent(low, high)} less"
+            f"with segments {place}, an epoch takes {typical(was)} before and {typical(became)} after, "
+            f"{percent(low, high)} less"
         )
         answers.append(within(low, high, 15, 30, detail))
     verdict, detail = _together(answers, "where the segments are")
-    return verdict, f"{detail}. The source's own rows add up to 22 to 48%"
+    return verdict, f"{detail}. The rows of the source's own table add up to 22 to 48%"
 
 
 @CHECKS("C23", "bfloat16 needs compute capability 12.", gpu=True)
@@ -307,9 +313,12 @@ def bfloat16(s: Setting) -> Answer:
     capability = torch.cuda.get_device_capability(s.device)
     own = ".".join(map(str, capability))
     if capability >= (12, 0):
-        return UNMEASURED, f"this device has {own}; it takes one with less"
+        return UNMEASURED, f"this device has compute capability {own}; the claim is about devices with less"
     if not torch.cuda.is_bf16_supported(including_emulation=False):
-        return UNMEASURED, f"this device has {own} and no bfloat16; it takes one between that and 12"
+        return (
+            UNMEASURED,
+            f"this device has compute capability {own} and no bfloat16; a device between that and 12 has it",
+        )
     a = torch.randn(4096, 4096, device=s.device)
     low = a.bfloat16()
     found = interleaved(s.device, s.rounds, {"float32": lambda: a @ a, "bfloat16": lambda: low @ low})
@@ -317,18 +326,19 @@ def bfloat16(s: Setting) -> Answer:
     loss, gradients = measured.gradients_of(s, torch.bfloat16, False)()
     finite = all(bool(t.isfinite().all()) for t in (loss, *gradients.values()))
     detail = (
-        f"this device has {own}: a step in bfloat16 has gradients that are {'' if finite else 'not '}finite, and a "
-        f"product of 4096×4096 takes {typical(found['bfloat16'])}, {times.value:.3g} times as fast as in float32, so "
-        "that nothing is emulated"
+        f"this device has compute capability {own}: the gradients of a step in bfloat16 are {'' if finite else 'not '}"
+        f"finite, and a product of 4096×4096 matrices takes {typical(found['bfloat16'])}, {times.value:.3g} times as "
+        "fast as in float32, so bfloat16 is not emulated"
     )
     return (REFUTED if finite and times.low > 1 else UNMEASURED), detail
 
 
 # --- helpers --------------------------------------------------------------------------------------------------------
 
+_ONE_BY_ONE = "tensor by tensor"
 _OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
-    "one by one": {"foreach": False},
-    "in lists, as torch does on a GPU": {"foreach": True},
+    _ONE_BY_ONE: {"foreach": False},
+    "in lists (PyTorch's default on a GPU)": {"foreach": True},
     "fused": {"fused": True},
 }
 _ACTIVATIONS: tuple[Activation, Activation] = (functional.relu, torch.relu_)
@@ -351,7 +361,7 @@ def _together(answers: Sequence[Answer], on: str) -> Answer:
     detail = _join([said for _, said in answers])
     clear = {verdict for verdict, _ in answers if verdict != UNMEASURED}
     if len(clear) > 1:
-        return DEPENDS, f"on {on}. {detail}"
+        return DEPENDS, f"on {on}: {detail}"
     return (clear.pop() if clear else UNMEASURED), detail
 
 

@@ -171,7 +171,7 @@ def within(low: float, high: float, least: float, most: float, detail: str, *, n
         return REFUTED, detail
     if low > nothing:
         return CONFIRMED, detail
-    return UNMEASURED, f"{detail}. That may as well be nothing: too noisy to tell"
+    return UNMEASURED, f"{detail}. This is too noisy to distinguish from no effect"
 
 
 def percent(low: float, high: float) -> str:

@@ -117,7 +117,9 @@ def page(claims: Mapping[str, Claim]) -> str:
     """Return the claims as a Markdown page."""
     lines = ["# What the sources claim, and what was measured", ""]
     lines += [
-        "Written by `perfsuite claims TRAINER`. *depends* says on what; *not measurable here*, why.",
+        "`perfsuite claims TRAINER` measures the claims and writes this page. The source of a trainer is the document",
+        "from which its techniques were taken. The last column gives the figures; for the verdict *depends* it says on",
+        "what, and for *not measurable here* why.",
         "",
     ]
     for trainer in dict.fromkeys(claims[name].trainer for name in sorted(claims, key=_number)):

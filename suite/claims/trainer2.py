@@ -88,9 +88,11 @@ def batching(s: Setting) -> Answer:
     )
     one, none = (_window(s)[name].host_syncs or 0 for name in ("one at a time", "without graphs"))
     detail = (
-        f"on how often progress is shown: a report takes {plain} syncs without it and {fast} with it, so that 10 to 15 "
-        f"are {math.ceil(10 / max(plain - fast, 1))} reports or more a window. With progress off a window has {one} "
-        f"syncs without it and {none} with it"
+        f"on how often progress is reported: without batching a report takes {plain} syncs, with it {fast}, so that 10 "
+        "to "
+        f"15 fewer syncs a window need {math.ceil(10 / max(plain - fast, 1))} reports or more. Without reports a "
+        "window "
+        f"has {one} syncs without batching and {none} with it"
     )
     return (DEPENDS if plain > fast else REFUTED), detail
 
@@ -136,8 +138,8 @@ def full_cache(s: Setting) -> Answer:
         del blocks
     (full, little), (half, much) = parts
     detail = (
-        f"at {full:.2f} it returns {little:.0%} of what is reserved, at {half:.2f} {much:.0%}: what can be returned is "
-        "what is not allocated, so that the condition is the wrong way round"
+        f"at a ratio of {full:.2f} emptying the cache frees {little:.0%} of the reserved memory, at {half:.2f} "
+        f"{much:.0%}. Only memory that is not allocated can be freed, so the condition should be the opposite"
     )
     return (REFUTED if little < much else CONFIRMED), detail
 
@@ -161,8 +163,9 @@ def stall(s: Setting) -> Answer:
     torch.cuda.empty_cache()
     few, many = times[16], times[256]
     detail = (
-        f"on how much is cached: 16 blocks of 64 MiB take {median(few):.1f} ms to return and "
-        f"{median(times[-16]):.1f} ms to have again, 256 take {median(many):.1f} and {median(times[-256]):.1f} ms"
+        f"on how much is cached: 16 blocks of 64 MiB take {median(few):.1f} ms to free and "
+        f"{median(times[-16]):.1f} ms to allocate again, 256 blocks take {median(many):.1f} and "
+        f"{median(times[-256]):.1f} ms"
     )
     inside = [10 <= median(t) <= 100 for t in (few, many)]
     across = median(few) < 10 and median(many) > 100
@@ -177,8 +180,9 @@ def graphs(s: Setting) -> Answer:
         return UNMEASURED, why
     low, high = saved(ablation.paired(without.seconds, with_them.seconds))
     detail = (
-        f"a window takes {typical_window(without)} without and {typical_window(with_them)} with them, all else being "
-        f"on: {percent(low, high)} less, and {without.launches} launches become {with_them.launches}"
+        f"with all other techniques on, a window takes {typical_window(without)} without and "
+        f"{typical_window(with_them)} with them: {percent(low, high)} less, and {without.launches} launches become "
+        f"{with_them.launches}"
     )
     return within(low, high, 15, 25, detail)
 
@@ -209,10 +213,11 @@ def together(s: Setting) -> Answer:
     share = saved(ablation.paired(timed[ablation.REFERENCE].seconds, parts.seconds))
     times = ablation.paired(timed[ablation.REFERENCE].seconds, timed[ablation.ALL].seconds)
     detail = (
-        f"without graphs a window of {typical_window(timed[ablation.REFERENCE])} takes {typical_window(parts)}: "
-        f"{percent(*share)} less. "
-        f"With them {typical_window(timed[ablation.ALL])}: {times.value:.3g} times as fast ({times.low:.3g} to "
-        f"{times.high:.3g}). The source's own rows add up to 9 to 16%"
+        f"a window of the reference takes {typical_window(timed[ablation.REFERENCE])}. With all techniques except CUDA "
+        f"graphs it takes {typical_window(parts)}, {percent(*share)} less; with CUDA graphs, too, "
+        f"{typical_window(timed[ablation.ALL])}, {times.value:.3g} times as fast ({times.low:.3g} to "
+        f"{times.high:.3g}). "
+        "The rows of the source's own table add up to 9 to 16%"
     )
     return within(*share, 10, 15, detail)
 
@@ -262,8 +267,8 @@ def perplexity(s: Setting) -> Answer:
         for scale in (1.0, 4.0)
     )
     detail = (
-        f"no likelihood of a token enters lior: with the metric four times as large exp(lior) goes from {one:.3g} to "
-        f"{four:.3g}, and no prediction has changed"
+        f"lior does not depend on the likelihood of any token: with a metric four times as large, exp(lior) changes "
+        f"from {one:.3g} to {four:.3g}, and no prediction changes"
     )
     return (REFUTED if four > 1.01 * one else CONFIRMED), detail
 
@@ -275,8 +280,9 @@ def sign(s: Setting) -> Answer:
     update(metric, torch.ones(s.config.coordinates), torch.tensor(1e-3), s.config.eta)
     grows = bool((metric > 1).all())
     detail = (
-        "neither the docstring nor the code is in the source's document. Ours, docstring and code alike: where the "
-        f"nudge raised lior, g {'grows' if grows else 'shrinks'} along the velocity (1 becomes {metric[0]:.4f})"
+        "the source's document contains neither the docstring nor the code. Docstring and code of this repository "
+        "agree: "
+        f"if the nudge raised lior, g {'grows' if grows else 'shrinks'} along the velocity (1 becomes {metric[0]:.4f})"
     )
     return UNMEASURED, detail
 
@@ -299,7 +305,7 @@ def curves(s: Setting) -> Answer:
         return UNMEASURED, why
     furthest = float((found[0] - found[1]).abs().max())
     detail = (
-        f"over {s.curve_windows} windows they differ by {furthest:.2g} at most, where the loss is {found[0].mean():.3g}"
+        f"over {s.curve_windows} windows they differ by {furthest:.2g} at most; the mean loss is {found[0].mean():.3g}"
     )
     return (CONFIRMED if furthest <= 1e-4 else REFUTED), detail
 

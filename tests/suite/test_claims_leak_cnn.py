@@ -45,7 +45,7 @@ def test_claims_about_gpus_are_not_measured_without_a_gpu() -> None:
 def test_launches_depend_on_the_number_of_tensors() -> None:
     verdict, finding = leak_cnn.launches(SMALL)
     assert verdict == REFUTED
-    assert "With 1,144,838 parameters instead of 618,758, in 12 tensors as before, as many" in finding
+    assert "With 1,144,838 parameters instead of 618,758, in 12 tensors as before, there are as many" in finding
 
 
 def test_launch_claim_is_confirmed_by_millions_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_launch_claim_is_confirmed_by_millions_of_launches(monkeypatch: pytest.M
     monkeypatch.setattr(measured, "launches_of", lambda setting, call: next(numbers))
     verdict, finding = leak_cnn.launches(SMALL)
     assert verdict == CONFIRMED
-    assert "one by one 12000000" in finding
+    assert "there are 12000000" in finding
 
 
 def test_memory_is_reported_for_the_source_s_batch() -> None:
@@ -100,9 +100,9 @@ def test_number_of_batches_depends_on_the_incomplete_last_one() -> None:
     pytest.importorskip("h5py", reason="h5py is not installed: pip install 'perfsuite[train]'")
     verdict, finding = leak_cnn.batches(SMALL)
     assert verdict == DEPENDS
-    assert "the 576 segments that 7 batches of 5632 leave of 40,000" in finding
-    assert "makes 8 unless" in finding
-    assert "do: 7 and 7 steps on 800 segments" in finding
+    assert "the 576 of 40,000 segments that remain after 7 batches of 5632" in finding
+    assert "makes 8 batches unless" in finding
+    assert "make 7 and 7 steps on 800 segments" in finding
     assert "to 5 batches of 2048" in finding
 
 
@@ -134,8 +134,8 @@ def test_fullgraph_removes_no_graph_break() -> None:
     verdict, finding = leak_cnn.fullgraph(SMALL)
     assert verdict == REFUTED
     assert finding == (
-        "the network is 1 graph without it and 1 with it, the same. Where there is a break (2 graphs) it is an error, "
-        "and removes none"
+        "the network is 1 graph without it and 1 with it, the same. With a graph break (2 graphs) it raises an "
+        "error, and does not remove the break"
     )
 
 
@@ -235,8 +235,8 @@ def test_techniques_are_timed_with_segments_from_the_file_and_on_the_device(
     here |= {"read from the fileFalse": 1.0, "read from the fileTrue": 0.99, "False": 0.1, "True": 0.08}
     verdict, finding = leak_cnn.together(SMALL)
     assert verdict == DEPENDS
-    assert finding.startswith("on where the segments are. segments read from the file: 1.00 s")
-    assert finding.endswith("The source's own rows add up to 22 to 48%")
+    assert finding.startswith("on where the segments are: with segments read from the file, an epoch takes 1.00 s")
+    assert finding.endswith("The rows of the source's own table add up to 22 to 48%")
     assert [(c.resident_dataset, c.fused_adamw, c.autocast_fp16) for c in asked] == [
         (False, False, True),
         (False, True, True),
@@ -276,7 +276,7 @@ def test_unmeasured_answers_do_not_affect_a_combined_verdict() -> None:
     noisy, yes, no = (UNMEASURED, "?"), (CONFIRMED, "yes"), (REFUTED, "no")
     assert leak_cnn._together([noisy, yes], "size") == (CONFIRMED, "?; yes")
     assert leak_cnn._together([noisy, noisy], "size") == (UNMEASURED, "?; ?")
-    assert leak_cnn._together([no, yes], "size") == (DEPENDS, "on size. no; yes")
+    assert leak_cnn._together([no, yes], "size") == (DEPENDS, "on size: no; yes")
 
 
 @pytest.mark.parametrize(
