@@ -331,10 +331,10 @@ def _typed(record: Record) -> Record:
     return record
 
 
-def _names(given: Any) -> tuple[str, ...]:
-    if not isinstance(given, list) or not all(isinstance(name, str) and name for name in given):
-        raise ValueError(f"techniques are a list of names, not {reprlib.repr(given)}")
-    return tuple(given)
+def _names(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"techniques are a list of names, not {reprlib.repr(names)}")
+    return tuple(names)
 
 
 def _whole(record: Record) -> Record:

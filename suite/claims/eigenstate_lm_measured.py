@@ -36,8 +36,8 @@ from suite.techniques import implementation
 
 def random_pack(s: Setting) -> PackedText:
     """Return a pack of random tokens."""
-    given = Data(synthetic=s.cached, vocabulary=s.vocabulary, sequence_length=s.config.sequence_length)
-    return text_of(given).pack
+    data = Data(synthetic=s.cached, vocabulary=s.vocabulary, sequence_length=s.config.sequence_length)
+    return text_of(data).pack
 
 
 def make_trainer(s: Setting, *, optimized: bool = True, length: int | None = None, **on: Any) -> Any:
@@ -75,24 +75,24 @@ def drawn_recurrence(s: Setting, length: int) -> tuple[list[torch.Tensor], list[
     generator = torch.Generator().manual_seed(0)
     B, K = s.config.batch_size, s.config.cells * s.config.eigenstates
     turning = eigenvalues(decays(s)[0][0]).flatten(0, 1)
-    given = [torch.randn(B, length, K, generator=generator), turning, torch.zeros(B, K, 2)]
+    inputs = [torch.randn(B, length, K, generator=generator), turning, torch.zeros(B, K, 2)]
     grads = [torch.randn(B, length, K, generator=generator), torch.randn(B, K, 2, generator=generator)]
-    return [t.to(s.device) for t in given], [t.to(s.device) for t in grads]
+    return [t.to(s.device) for t in inputs], [t.to(s.device) for t in grads]
 
 
 def differentiated(
-    scan: Callable[..., Any], given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    scan: Callable[..., Any], inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Return the results of the scan and the gradients with respect to all its inputs."""
-    leaves = [t.detach().requires_grad_() for t in given]
+    leaves = [t.detach().requires_grad_() for t in inputs]
     found = scan(*leaves)
     return [*(t.detach() for t in found), *torch.autograd.grad(found, leaves, grads)]
 
 
-def recurrence_in_float64(given: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def recurrence_in_float64(inputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return results and gradients computed in float64."""
     chunked = implementation("recurrence.eigenstate_scan", "eigenstate_scan_chunked", optimized=True)
-    return differentiated(chunked, [t.double() for t in given], [t.double() for t in grads])
+    return differentiated(chunked, [t.double() for t in inputs], [t.double() for t in grads])
 
 
 def by_name(calls: Mapping[int, Callable[[], object]]) -> dict[str, Callable[[], object]]:
@@ -129,15 +129,15 @@ def influence_of_network(s: Setting, decay: torch.Tensor | None) -> torch.Tensor
     scan = implementation("recurrence.eigenstate_scan", "eigenstate_scan", optimized=True)
     project = implementation("recurrence.fused_output_projection", "fused_output_projection", optimized=False)
     generator = torch.Generator().manual_seed(0)
-    given = (0.02 * torch.randn(1, s.reach, config.width, generator=generator)).to(s.device).requires_grad_()
+    embeddings = (0.02 * torch.randn(1, s.reach, config.width, generator=generator)).to(s.device).requires_grad_()
     along = torch.randn(config.width, generator=generator).to(s.device)
-    x = given
+    x = embeddings
     with tf32_products(allowed=False):
         for layer, state in enumerate(first_states(sizes, 1, s.device)):
             own = block_weights(weights, layer)
             real, _ = scan(driven(own, x), scanned_by(own), state)
             x = fed(own, mixed(own, x, real, project, undropped), undropped)
-        (found,) = torch.autograd.grad((x[0, -1] * along).sum(), given)
+        (found,) = torch.autograd.grad((x[0, -1] * along).sum(), embeddings)
     norms: torch.Tensor = found[0].double().norm(dim=-1)
     return norms.flip(0)
 
@@ -220,13 +220,13 @@ def peak_of_step(s: Setting, **on: bool) -> int:
 
 def final_losses(s: Setting) -> tuple[list[tuple[float, float]], int]:
     """Return ([(final loss in float32, in float16) by seed], number of steps whose gradient norm was not finite)."""
-    given = text_of(Data(synthetic=200, vocabulary=s.trained_vocabulary, sequence_length=s.trained.sequence_length))
+    corpus = text_of(Data(synthetic=200, vocabulary=s.trained_vocabulary, sequence_length=s.trained.sequence_length))
     make = implementation("trainers.eigenstate_lm", "Trainer", optimized=True)
     found, left_out = [], 0
     for seed in range(s.seeds):
         ends = []
         for low in (False, True):
-            trainer = make(dataclasses.replace(s.trained, seed=seed, autocast_fp16=low), given, s.device)
+            trainer = make(dataclasses.replace(s.trained, seed=seed, autocast_fp16=low), corpus, s.device)
             reports = []
             for _ in range(s.trained.steps):
                 trainer.train_window({})

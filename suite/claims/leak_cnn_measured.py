@@ -53,29 +53,29 @@ class Memory:
 
 @functools.cache
 def memory_of(s: Setting, activation: Activation, compiled: bool) -> Memory:
-    given, leaves = network_and_batch(s)
+    arguments, leaves = network_and_batch(s)
     call = _renewed(functools.partial(training_loss, activation=activation))
     if compiled:
         call = _compile_quietly(call, fullgraph=True, dynamic=False)
-    measured = _on_a_gpu(s, call, given, leaves) if s.device.type == "cuda" else _anywhere(call, given, leaves)
+    measured = _on_a_gpu(s, call, arguments, leaves) if s.device.type == "cuda" else _anywhere(call, arguments, leaves)
     return Memory(*(n * BATCH / s.batch_size for n in measured))
 
 
-def _on_a_gpu(s: Setting, call: Callable[..., torch.Tensor], given: Any, leaves: Any) -> tuple[int, int, int]:
-    torch.autograd.grad(call(*given), leaves)  # warms up: libraries allocate memory of their own
+def _on_a_gpu(s: Setting, call: Callable[..., torch.Tensor], arguments: Any, leaves: Any) -> tuple[int, int, int]:
+    torch.autograd.grad(call(*arguments), leaves)  # warms up: libraries allocate memory of their own
     gc.collect()
     torch.cuda.synchronize(s.device)
     torch.cuda.reset_peak_memory_stats(s.device)
     before = torch.cuda.memory_allocated(s.device)
-    loss = call(*given)
+    loss = call(*arguments)
     kept, forward = torch.cuda.memory_allocated(s.device), torch.cuda.max_memory_allocated(s.device)
     torch.autograd.grad(loss, leaves)
     return kept - before, forward - before, torch.cuda.max_memory_allocated(s.device) - before
 
 
-def _anywhere(call: Callable[..., torch.Tensor], given: Any, leaves: Any) -> tuple[int, int, int]:
-    with Operations([t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]) as seen:
-        loss = call(*given)
+def _anywhere(call: Callable[..., torch.Tensor], arguments: Any, leaves: Any) -> tuple[int, int, int]:
+    with Operations([t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]) as seen:
+        loss = call(*arguments)
         kept, forward = seen.live(), seen.peak
         torch.autograd.grad(loss, leaves)
     return kept, forward, seen.peak
@@ -200,9 +200,9 @@ def first_batch_of_worker(way: str) -> None:
         next(iter(loader))
 
 
-def with_graph_break(*given: Any) -> torch.Tensor:
+def with_graph_break(*arguments: Any) -> torch.Tensor:
     """Compute twice the training loss, with a graph break before the product."""
-    loss = training_loss(*given)
+    loss = training_loss(*arguments)
     torch._dynamo.graph_break()
     return 2 * loss
 
@@ -225,14 +225,14 @@ def graphs_of(function: Callable[..., torch.Tensor], whole: bool, s: Setting) ->
 
 def compiled_step(s: Setting, whole: bool) -> Callable[[], object]:
     """Return a step under torch.compile with its own CUDA graphs, as the source compiles it."""
-    given, leaves = network_and_batch(s)
+    arguments, leaves = network_and_batch(s)
     options = {"triton.cudagraphs": True} if s.device.type == "cuda" else None
     replay_begins = implementation("compilation.compiled_function", "replay_begins", optimized=True)
     call = _compile_quietly(_renewed(training_loss), fullgraph=whole, dynamic=False, options=options)
 
     def step() -> None:
         replay_begins()
-        torch.autograd.grad(call(*given), leaves)
+        torch.autograd.grad(call(*arguments), leaves)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about empty graphs
@@ -250,8 +250,8 @@ def _compile_quietly(function: Callable[..., torch.Tensor], **options: Any) -> C
 def _renewed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return the function with a new code object, so that torch.compile reuses no earlier result."""
 
-    def call(*given: Any) -> torch.Tensor:
-        return function(*given)
+    def call(*arguments: Any) -> torch.Tensor:
+        return function(*arguments)
 
     call.__code__ = call.__code__.replace()
     return call

@@ -98,8 +98,8 @@ def _launched(
     _check_ranks(name, trainers)
     configuration.read([trainers.config_of(name), _options(), trainers.data_config_of(name)], config, fields)
     together.device_of(together.Place(rank=ranks - 1, ranks=ranks, local=ranks - 1), device)
-    given = {"--config": config, "--side": side, "--device": device, "--resume": resume}
-    options = [word for option, value in given.items() if value is not None for word in (option, value)]
+    passed = {"--config": config, "--side": side, "--device": device, "--resume": resume}
+    options = [word for option, value in passed.items() if value is not None for word in (option, value)]
     command = launching.command_of("train", name, *options, *(["--overwrite"] if overwrite else []), *fields)
     try:
         return launching.launch(command, ranks)

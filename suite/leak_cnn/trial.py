@@ -77,10 +77,10 @@ class Seen(TorchDispatchMode):
 def on_network(call: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `call`, whose first argument is a mapping of weights, to accept a `Network` instead."""
 
-    def given(network: Network, *arguments: torch.Tensor) -> Any:
+    def on_weights(network: Network, *arguments: torch.Tensor) -> Any:
         return call(dict(network.named_parameters()), *arguments)
 
-    return given
+    return on_weights
 
 
 def near_a_threshold(
