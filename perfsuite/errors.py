@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sysconfig
 import traceback
 from pathlib import Path
 from typing import Any
@@ -94,14 +95,15 @@ def first_line(error: BaseException) -> str:
 
 
 def users_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the innermost frame of the error's traceback that is in the user's code, neither in perfsuite nor in an
-    installed package; None if there is none."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if PACKAGE not in Path(frame.filename).parents and "site-packages" not in Path(frame.filename).parts
-    ]
+    """Return the innermost frame of the error's traceback that is in the user's code; None if there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(Path(f.filename))]
     return frames[-1] if frames else None
+
+
+def is_library(path: Path) -> bool:
+    """Return whether the file belongs to Python, to an installed package or to perfsuite."""
+    folders = (sysconfig.get_path("stdlib"), PACKAGE)
+    return "site-packages" in path.parts or any(path.is_relative_to(folder) for folder in folders)
 
 
 def printable(name: object) -> str:

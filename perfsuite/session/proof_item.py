@@ -74,6 +74,10 @@ class Hang(BaseException):
     """An item exceeded its time limit. Not a subclass of Exception, so that no handler swallows or retries it."""
 
 
+class OverTime(Hang):
+    """The time limit interrupted a line, which the traceback shows."""
+
+
 def device() -> str:
     """Return the device on which correctness items run: the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -212,9 +216,7 @@ class ProofItem(pytest.Function):
             self.tally.discard(failure)
 
     def _raised(self, error: BaseException, case: Case) -> str:
-        who = REFERENCE if remedies.is_of_reference(error) else "optimized side"
-        frame = users_frame(error)
-        where = f" at {_relative(frame.filename)}:{frame.lineno}" if frame is not None else ""
+        who, where = _side_of(error), _place(error)
         if faults.lacks_memory(error):
             return f"{self.pair.name}: the {who} runs out of memory{where}: {first_line(error)}"
         sized = who == REFERENCE and not isinstance(error, (TypeError, NameError, AttributeError))
@@ -349,7 +351,9 @@ class ProofItem(pytest.Function):
                 self.current,
             )
         if isinstance(error, Hang):
-            return self._with_case(f"{self.pair.name}: {error}", self.current)
+            where = _place(error) if isinstance(error, OverTime) else ""
+            within = f"in the {_side_of(error)}{where}: " if where else ""
+            return self._with_case(f"{self.pair.name}: {within}{error}", self.current)
         if isinstance(error, (NotEquivalent, PairError)):
             return self._with_case(str(error), error.case)
         if isinstance(error, PerfsuiteError):
@@ -405,7 +409,7 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise Hang in the main thread after `seconds`. End the process 30 s later if Python cannot interrupt it."""
 
     def expire(signum: int, frame: Any) -> None:
-        raise Hang(
+        raise OverTime(
             f"hangs: stopped after its time limit of {seconds:g} s; if it compiles or tunes for so long, raise the "
             f"pair's time_limit"
         )
@@ -425,6 +429,16 @@ def time_limit(seconds: float) -> Iterator[None]:
 @functools.cache
 def _here() -> Path:
     return Path.cwd()
+
+
+def _side_of(error: BaseException) -> str:
+    return REFERENCE if remedies.is_of_reference(error) else "optimized side"
+
+
+def _place(error: BaseException) -> str:
+    """Return " at FILE:LINE" for the innermost line of the user's code in the error's traceback, or ""."""
+    frame = users_frame(error)
+    return f" at {_relative(frame.filename)}:{frame.lineno}" if frame is not None else ""
 
 
 def _relative(filename: str) -> str:

@@ -14,7 +14,6 @@ import re
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +30,7 @@ import torch.distributed as dist
 from perfsuite import errors
 from perfsuite.correctness.execution import Leaves
 from perfsuite.declare.pair import Pair
-from perfsuite.errors import PACKAGE, MachineError
+from perfsuite.errors import MachineError, is_library
 from perfsuite.records import Case
 from perfsuite.state import process_state
 from perfsuite.system.folders import socket_folder
@@ -419,15 +418,9 @@ def _place(stack: Path) -> str:
     """Return " at FILE:LINE" for the innermost line of the user's code in the stack that a rank wrote, or ""."""
     for line in stack.read_text().splitlines():
         found = re.match(r'\s+File "(.+)", line (\d+)', line)
-        if found and not found[1].startswith("<") and not _is_library(Path(found[1])):
+        if found and not found[1].startswith("<") and not is_library(Path(found[1])):
             return f" at {Path(found[1]).name}:{found[2]}"
     return ""
-
-
-def _is_library(path: Path) -> bool:
-    """Return whether the file belongs to Python, to an installed package or to perfsuite."""
-    folders = (sysconfig.get_path("stdlib"), PACKAGE)
-    return "site-packages" in path.parts or any(path.is_relative_to(folder) for folder in folders)
 
 
 _groups: dict[tuple[int, str], Group] = {}

@@ -323,10 +323,25 @@ def test_cache_holds_only_the_results_of_the_latest_pair() -> None:
 
 @pytest.mark.parametrize(("profile", "seconds"), [("dev", "0.2 s"), pytest.param("thorough", "4 s", marks=FULLY)])
 def test_time_limit_grows_with_the_draws_of_the_profile(project: Project, profile: str, seconds: str) -> None:
-    slow = THREE_SIDES.replace("return (x * y).sum(-1)", "__import__('time').sleep(600)", 1)
-    project.write("test_dot.py", slow.replace("workloads=", "time_limit=0.2, workloads="))
+    _with_sleep(project, "slow")
     result = project.run("-k", "equivalence and not other and not wrong", f"--perfsuite-profile={profile}")
     assert lines_with(result.stdout.str(), "hangs", f"its time limit of {seconds}")
+
+
+@pytest.mark.parametrize(("function", "side"), [("slow", "reference"), ("fast", "optimized side")])
+def test_message_of_the_time_limit_names_the_side_and_the_line(project: Project, function: str, side: str) -> None:
+    line = _with_sleep(project, function)
+    result = project.run("-k", "equivalence and not other and not wrong")
+    assert lines_with(result.stdout.str(), f"dot: in the {side} at ", f"test_dot.py:{line}: hangs: stopped")
+
+
+def _with_sleep(project: Project, function: str) -> int:
+    """Write the pair with a sleep in this function and a time limit of 0.2 s; return the line of the sleep."""
+    before, after = THREE_SIDES.split(f"def {function}(x, y):")
+    after = after.replace("return (x * y).sum(-1)", "__import__('time').sleep(600)", 1)
+    text = f"{before}def {function}(x, y):{after}".replace("workloads=", "time_limit=0.2, workloads=")
+    path = project.write("test_dot.py", text)
+    return 1 + [".sleep(" in line for line in path.read_text().splitlines()].index(True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
