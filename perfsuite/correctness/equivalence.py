@@ -131,15 +131,17 @@ def hold(
     name: str = "optimized",
     tally: Tally | None = None,
     strict_strides: bool = True,
+    enough: int = REPLICAS,
 ) -> Truth:
     """Call `judge` with as many replicas as needed, and return the truth that was decisive.
 
-    NONE or FEW replicas are enough if `produced` is then surely within the budget by all of them. Before a side fails
-    whose error is near its budget, or where no replica shows an error, CAREFUL replicas decide.
+    NONE or FEW replicas are enough if `produced` is then surely within the budget by all of them. With `enough` FEW, it
+    passes if it is within the budget by these few. Before a side fails whose error is near its budget, or where no
+    replica shows an error, CAREFUL replicas decide.
     """
     for replicas in (NONE, FEW, REPLICAS):
         truth = known(replicas)
-        if truth.is_complete:
+        if truth.is_complete or replicas == enough:
             break
         if _surely(pair, truth, produced, name, tally, strict_strides):
             return truth

@@ -1475,3 +1475,26 @@ def test_error_near_the_budget_is_reported_only_after_more_replicas() -> None:
     with pytest.raises(NotEquivalent):
         equivalence.hold(of, known, {"output": near})
     assert asked[-1] == rule.CAREFUL
+
+
+def test_few_replicas_may_be_enough_for_a_side_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    of = pair_of(torch.exp, torch.exp, {"x": tensor("n", values=floats(-2, 2))})
+    case = case_of(n=3)
+    begun = truths.by_replicas(of, case, "cpu", most=1, gradients=False)
+    monkeypatch.setattr(equivalence, "_surely", lambda *unused: False)
+
+    def known(replicas: int) -> truths.Truth:
+        asked.append(replicas)
+        return begun(replicas)
+
+    right = side_calls.produce(of, Side(call=torch.exp), case, "cpu", gradients=False)
+    assert equivalence.hold(of, known, right, enough=rule.FEW).replicas == 2
+    assert equivalence.hold(of, known, right).replicas == rule.MAX_REPLICAS
+    with pytest.raises(NotEquivalent):
+        equivalence.hold(of, known, {"output": right["output"] * 1.01}, enough=rule.FEW)
+    assert rule.CAREFUL not in asked
+    near = {"output": right["output"] * (1 + 30 * torch.finfo(torch.float32).eps)}
+    with pytest.raises(NotEquivalent):
+        equivalence.hold(of, known, near, enough=rule.FEW)
+    assert asked[-1] == rule.CAREFUL, "before a side fails whose error is near its budget"
