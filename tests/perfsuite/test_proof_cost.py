@@ -50,6 +50,36 @@ def test_the_median_is_taken_over_pairs(tmp_path: Path) -> None:
     assert cost("--read", str(log), cwd=tmp_path).stdout.splitlines()[-1] == "Pairs: 3, median: 2.00 s, together: 12 s."
 
 
+def test_a_pair_that_has_not_ended_is_not_counted(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    ids = [f"test_a.py::{pair}::{item}" for pair in ("one", "two") for item in ("effects", "equivalence[float32]")]
+    log.write_text("".join(f"selected\t{id}\n" for id in ids) + "".join(f"2.0\t{id}\n" for id in ids[:3]))
+    assert cost("--read", str(log), cwd=tmp_path).stdout.splitlines()[-1] == "Pairs: 1, median: 4.00 s, together: 4 s."
+
+
+@FULLY
+def test_caches_are_filled_by_processes_that_share_the_pairs(project: Project, tmp_path: Path) -> None:
+    pairs = PAIR.replace("one = Pair(", "one, two, three = (Pair(").rstrip() + " for _ in range(3))\n"
+    noted = f"""
+    import os, pytest
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_setup(item):
+        with open({str(tmp_path / "noted")!r}, "a") as file:
+            print(os.getpid(), item.nodeid.split("::")[1], file=file)
+    """
+    project.write("conftest.py", noted)
+    project.write("test_one.py", pairs)
+    done = cost("--fill", "2", "test_one.py", "-k", "equivalence or effects", cwd=project.path)
+    assert done.stdout.splitlines()[-1].startswith("Pairs: 3, median: "), done.stdout + done.stderr
+    pairs_of: dict[str, set[str]] = {}
+    for line in (tmp_path / "noted").read_text().splitlines():
+        pid, pair = line.split()
+        pairs_of.setdefault(pid, set()).add(pair)
+    shares = sorted(sorted(found) for found in pairs_of.values())
+    assert shares == [["one", "three"], ["one", "three"], ["one", "three", "two"], ["two"], ["two"]]
+
+
 def test_a_missing_log_is_named_in_one_line(tmp_path: Path) -> None:
     done = cost("--read", str(tmp_path / "none"), cwd=tmp_path)
     assert done.returncode == 4
