@@ -38,6 +38,7 @@ from perfsuite.draws.tensor_values import (
     generator_for,
     regimes,
     seed_for,
+    to_device,
     within,
 )
 from perfsuite.errors import PairError
@@ -196,7 +197,8 @@ def _module(spec: ModuleSpec, name: str, case: Case, device: str) -> torch.nn.Mo
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if tensor not in moved:
-            moved[tensor] = tensor.to(device, dtype if tensor.is_floating_point() else None)
+            cast = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype)
+            moved[tensor] = to_device(cast, device)
         return moved[tensor]
 
     # Not built.to, which would make complex parameters real, and a buffer with two names two buffers.
@@ -368,7 +370,8 @@ def jitter(pair: Pair, values: Mapping[str, Any], seed: int, name: str, eps: flo
         if not tensor.is_floating_point():
             return _clone_tensor(tensor)
         work = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        noise = torch.rand(tensor.shape, generator=generator, device=generator.device, dtype=work).to(tensor.device)
+        drawn = torch.rand(tensor.shape, generator=generator, device=generator.device, dtype=work)
+        noise = to_device(drawn, tensor.device)
         share, tiny, old = noise.sub_(0.5).mul_(2 * eps), torch.finfo(tensor.dtype).tiny, tensor.detach()
         subnormal = old + old.sign() * tiny * share
         near = torch.where(old.abs() < tiny, subnormal, old * share.add(1.0)).to(tensor.dtype)

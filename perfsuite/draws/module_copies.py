@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -68,15 +68,24 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     elif isinstance(value, torch.nn.Module) and not _is_custom(kind):
         clone = known[id(value)] = object.__new__(kind)
         # Not setattr, because Module.__setattr__ would register the values.
-        vars(clone).update(
-            (name, held if type(held) in IMMUTABLE else _copied(held, known))
-            for name, held in vars(value).items()
-            if name not in NOT_COPIED
-        )
+        vars(clone).update(_attributes(value, known))
     else:
         return copy.deepcopy(value, known)
     known[id(value)] = clone
     return clone
+
+
+def _attributes(module: torch.nn.Module, known: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (name, copy) for each attribute of a module."""
+    for name, held in vars(module).items():
+        if name in NOT_COPIED:
+            continue
+        if type(held) in IMMUTABLE:
+            yield name, held
+        elif type(held) is OrderedDict and not held:  # like most dicts of hooks; a call of _copied takes longer
+            yield name, known.setdefault(id(held), OrderedDict())
+        else:
+            yield name, _copied(held, known)
 
 
 def _is_custom(kind: type) -> bool:
