@@ -31,7 +31,7 @@ SIZES = {
 }
 ROUNDS, REPLAYS = 25, 8
 VOCABULARY = 512
-Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Forward = Callable[[torch.Tensor], tuple[torch.Tensor, Any]]
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -116,19 +116,20 @@ class Problem:
         output = norm(z, shifts[2 * config.blocks], w["norm"], w["norm.bias"], torch.float32).view(B, T, D)
         return output, trainer2._masked_mean(output, self.mask)
 
-    def floor(self, field: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the products and attention alone."""
+    def floor(self, field: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run the products and attention alone. All results are returned, or the compiler would leave them out."""
         del field
         config, low = self.config, self.low
         (B, T, D), heads = self.embedded.shape, config.heads
-        x = self.embedded.reshape(B * T, D).to(low["0.qkv"].dtype)
+        x, results = self.embedded.reshape(B * T, D).to(low["0.qkv"].dtype), list[torch.Tensor]()
         for i in range(config.blocks):
             qkv = functional.linear(x, low[f"{i}.qkv"], low[f"{i}.qkv.bias"]).view(B, T, 3, heads, D // heads)
             a = functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
-            functional.linear(a.transpose(1, 2).reshape(B * T, D), low[f"{i}.project"], low[f"{i}.project.bias"])
+            of_heads = a.transpose(1, 2).reshape(B * T, D)
+            results.append(functional.linear(of_heads, low[f"{i}.project"], low[f"{i}.project.bias"]))
             grown = functional.linear(x, low[f"{i}.expand"], low[f"{i}.expand.bias"])
-            functional.linear(grown, low[f"{i}.contract"], low[f"{i}.contract.bias"])
-        return x, x
+            results.append(functional.linear(grown, low[f"{i}.contract"], low[f"{i}.contract.bias"]))
+        return x, results
 
     def truth(self) -> torch.Tensor:
         """Return the output in float64."""
