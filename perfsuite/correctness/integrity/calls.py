@@ -174,7 +174,9 @@ def reused_memory(probe: Probe) -> None:
     values, later = probe.drawn(), probe.drawn(other)
     if not probe.is_right(probe.call(make.regrouped(values))):
         return  # already wrong in a plain call: the equivalence proof reports it
-    if [path for path, _ in make.tensors_in(values)] != [path for path, _ in make.tensors_in(later)]:
+    # Kept alive: if the side empties a list, a later draw at their addresses would get the side's kept answer, too.
+    tensors = dict(make.tensors_in(values))
+    if list(tensors) != [path for path, _ in make.tensors_in(later)]:
         return  # both sides add tensors to a module or untie them; `undeclared_mutation` reports one that does so alone
     make.copy_values(values, later)
     produced = probe.call(values, other)
