@@ -19,6 +19,7 @@ from perfsuite.correctness.differences import Doubles
 from perfsuite.correctness.execution import Leaves, only_tensors
 from perfsuite.correctness.integrity.late_work import comes_late
 from perfsuite.correctness.rule import NEAR
+from perfsuite.correctness.value_regimes import only_for
 from perfsuite.declare.pair import Pair
 from perfsuite.declare.sides import Side
 from perfsuite.declare.specs import EXPANDED, ConstantSpec, ScalarSpec, TensorSpec, elements
@@ -223,8 +224,9 @@ def _contiguous(case: Case) -> Case:
 def _regimes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     usual = replace(case, inputs={n: InputCase(layout=how.layout) for n, how in case.inputs.items()})
     if usual != case and trial.is_right(usual, gradients):
-        special = sorted({how.regime for how in case.inputs.values() if how.regime != "normal"})
-        yield f"it is right for ordinary values, and wrong for {' and '.join(special)} ones{_remedy(special)}"
+        special = {how.regime for how in case.inputs.values()}
+        overflows = "nonfinite" not in special and _side_is_not_finite(trial, case, gradients)
+        yield only_for(special, overflows=overflows)
 
 
 def _incoming(trial: _Trial, case: Case) -> Iterator[str]:
@@ -317,26 +319,18 @@ def _agrees(pair: Pair, truth: truths.Truth, produced: Leaves, *, strict_strides
 
 def _truth_is_not_finite(trial: _Trial, case: Case, gradients: bool) -> bool:
     """Return whether the truth is not finite at a place where the side's answer is finite."""
-    produced = trial.produce(case, gradients)
-    return any(
-        got.is_floating_point() and got.shape == leaf.shape and bool((got.isfinite() & ~leaf.isfinite()).any())
-        for got, leaf in _both(trial.truth(case, gradients), produced)
-    )
+    return any(bool((got.isfinite() & ~leaf.isfinite()).any()) for got, leaf in _floats(trial, case, gradients))
 
 
-REMEDIES = {
-    "large": "their magnitude is about 512, and in float16 the squares overflow: compute these in float32",
-    "huge": "if it is never called with values near the ends of the range, bound them: values=floats(-100, 100)",
-    "nonfinite": "if it is never called with NaN or infinity, declare it: values=floats(nonfinite=False)",
-    "offset": "these are small differences of large values, of which a variance from two sums loses the digits; if it "
-    "is never called with them, declare it: values=floats(offset=False)",
-}
-"""Regime of values → what to do if a side is wrong only for it."""
+def _side_is_not_finite(trial: _Trial, case: Case, gradients: bool) -> bool:
+    """Return whether the side's answer is not finite at a place where the truth is finite."""
+    return any(bool((~got.isfinite() & leaf.isfinite()).any()) for got, leaf in _floats(trial, case, gradients))
 
 
-def _remedy(special: list[str]) -> str:
-    known = special[0] if len(set(special)) == 1 else ""
-    return f"; {REMEDIES[known]}" if known in REMEDIES else ""
+def _floats(trial: _Trial, case: Case, gradients: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (the side's answer, truth) for each output of floating-point numbers that has the right shape."""
+    both = _both(trial.truth(case, gradients), trial.produce(case, gradients))
+    yield from ((got, leaf) for got, leaf in both if got.is_floating_point() and got.shape == leaf.shape)
 
 
 def _is_late(trial: _Trial, case: Case, gradients: bool) -> bool:

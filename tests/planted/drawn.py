@@ -50,7 +50,7 @@ def permuted(time: Time) -> Pair:
     return pair(side, **OF_ROWS)
 
 
-@fault(47, "halves rounded up", "wrong for halves ones")
+@fault(47, "halves rounded up", "wrong for multiples of 0.5")
 def rounded_up(time: Time) -> Pair:
     return pair(lambda x: (x + 0.5).floor(), reference=torch.round)
 
@@ -266,7 +266,7 @@ def one_transposed(time: Time) -> Pair:
     return pair(side, **reference, inputs={n: tensor(n, "k", values=floats(-2, 2)) for n in ("x", "y")})
 
 
-@fault(47, "an exponential that overflows beyond 88", "right for ordinary values, and wrong for")
+@fault(47, "an exponential that overflows beyond 88", "an intermediate result overflows there")
 def overflowing_softplus(time: Time) -> Pair:
     inputs = {"x": tensor("n", values=floats(0))}
     return pair(lambda x: torch.log1p(torch.exp(x)), reference=functional.softplus, inputs=inputs)
@@ -329,7 +329,7 @@ COLUMNS: dict[str, Any] = {
 }
 
 
-@fault(47, "a variance from two sums", "right for ordinary values, and wrong for offset ones")
+@fault(47, "a variance from two sums", "right for ordinary values, and wrong for large values with small differences")
 def variance_of_sums(time: Time) -> Pair:
     return pair(lambda x: (x.square().mean(-1) - x.mean(-1).square()).clamp_min(0), **COLUMNS)
 
@@ -350,7 +350,11 @@ DISTANCES: dict[str, Any] = {
 }
 
 
-@fault(47, "a distance from squares and a product", "right for ordinary values, and wrong for offset ones")
+@fault(
+    47,
+    "a distance from squares and a product",
+    "right for ordinary values, and wrong for large values with small differences",
+)
 def distance_of_squares(time: Time) -> Pair:
     def side(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (x.square().sum(-1)[:, None] + y.square().sum(-1) - 2 * (x[:, None] * y).sum(-1)).clamp_min(0)
