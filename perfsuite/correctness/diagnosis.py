@@ -225,8 +225,8 @@ def _regimes(trial: _Trial, case: Case, gradients: bool) -> Iterator[str]:
     usual = replace(case, inputs={n: InputCase(layout=how.layout) for n, how in case.inputs.items()})
     if usual != case and trial.is_right(usual, gradients):
         special = {how.regime for how in case.inputs.values()}
-        overflows = "nonfinite" not in special and _side_is_not_finite(trial, case, gradients)
-        yield only_for(special, overflows=overflows)
+        infinite = "nonfinite" not in special and _side_is_not_finite(trial, case, gradients)
+        yield only_for(special, infinite=infinite)
 
 
 def _incoming(trial: _Trial, case: Case) -> Iterator[str]:

@@ -24,23 +24,26 @@ WORDS = {
 """Regime → the values that it draws."""
 REMEDIES = {
     LARGE: "in float16 their squares overflow: compute these in float32",
-    "huge": "if it is never called with values near the ends of the range, bound them: values=floats(-100, 100)",
-    "mixed": "if its values never differ so much, bound them: values=floats(-100, 100)",
+    "huge": "if it is never called with values near the ends of the range, bound them: values=floats(-10, 10)",
+    "mixed": "if its values never differ so much, bound them: values=floats(-10, 10)",
     "nonfinite": "if it is never called with NaN or infinity, declare it: values=floats(nonfinite=False)",
     "offset": "a variance from two sums loses their digits; if it is never called with them, declare it: "
     "values=floats(offset=False)",
 }
 """Regime → what to do if a side is wrong only for it."""
 OVERFLOWS = "an intermediate result overflows there, as exp(x) does without subtracting the largest x"
+DIVIDES_BY_ZERO = "it divides by 0 there, as the gradient of sqrt(x) does at 0"
+SMALL = {"zeros", "tiny", "denormal"}
+"""Regimes whose values do not overflow, but whose squares and products may underflow to 0."""
 
 
-def only_for(regimes: Iterable[str], *, overflows: bool) -> str:
+def only_for(regimes: Iterable[str], *, infinite: bool) -> str:
     """Return the clause for a side that is wrong only for values of these regimes.
 
-    overflows  whether its result is infinite or NaN where the truth is finite
+    infinite  whether its result is infinite or NaN where the truth is finite
     """
     special = sorted(set(regimes) - {"normal"})
     words = " and ".join(WORDS.get(regime, regime) for regime in special)
-    causes = [OVERFLOWS] if overflows else []
+    causes = [DIVIDES_BY_ZERO if SMALL.issuperset(special) else OVERFLOWS] if infinite else []
     causes += [REMEDIES[regime] for regime in special if len(special) == 1 and regime in REMEDIES]
     return "; ".join([f"it is right for ordinary values, and wrong for {words}", *causes])

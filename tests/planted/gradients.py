@@ -69,6 +69,25 @@ def tiny_dropped(time: Time) -> Pair:
     return differentiated(of(lambda g: torch.where(g.abs() < 1e-9, 0.0, g)))
 
 
+NORM: Any = {"reference": lambda x: x.norm(dim=-1)}
+
+
+@fault(45, "a norm without its gradient at 0", "it divides by 0 there", stage="gradients")
+def norm_by_a_square_root(time: Time) -> Pair:
+    return differentiated(lambda x: x.square().sum(-1).sqrt(), **NORM)
+
+
+@honest(45, "a norm with a gradient of 0 at 0")
+def norm_with_its_gradient(time: Time) -> Pair:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        largest = x.detach().abs().amax(-1, keepdim=True)
+        scale = largest.where(largest > 0, 1.0)  # without it, squares of tiny values would underflow
+        squares = (x / scale).square().sum(-1)
+        return squares.where(squares > 0, 1.0).sqrt() * (squares > 0) * scale.squeeze(-1)
+
+    return differentiated(norm, **NORM)
+
+
 @fault(45, "NaN made zero", "gives a finite gradient of x where the incoming gradients are NaN", stage="contexts")
 def nan_made_zero(time: Time) -> Pair:
     return differentiated(of(lambda g: g.nan_to_num(0.0)))
