@@ -90,7 +90,15 @@ MISBEHAVIOUR: dict[str, tuple[str, list[str]]] = {
         "raise KeyError('no such tile')",
         ["scale: the optimized side raises KeyError at", "test_scale.py:9", "no such tile"],
     ),
-    "hangs": ("import time; time.sleep(30)", ["scale: hangs", "time limit of 0.5 s", "raise the pair's time_limit"]),
+    "hangs": (
+        "import time; time.sleep(30)",
+        [
+            "scale: in the optimized side at ",
+            "test_scale.py:9: hangs: ",
+            "limit of 0.5 s",
+            "raise the pair's time_limit",
+        ],
+    ),
     "memory": (
         "import torch; raise torch.OutOfMemoryError('tried to allocate 7 EiB')",
         ["scale:", "out of memory", "7 EiB"],
